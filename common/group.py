@@ -1,0 +1,228 @@
+"""The process group: device and backend, threads, joining and leaving, wiring, and what the ranks tell each other."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from common.launch import Ranks, RunError, UserError, is_loopback, torchrun_command
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def say(line):
+    """Print a line from rank 0, in one piece, so that it mixes with no other process's."""
+    if rank() == 0:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------------ device, backend
+
+
+def resolve_device(name):
+    """The device type that `--device` means here, such as "cpu" or "cuda". Raises `UserError` where it is not here."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        # Apple's mps has neither float64 nor collectives of its own, so it is taken only when asked for.
+        return found.type if found and found.type != "mps" else "cpu"
+    if name != "cpu" and (found is None or found.type != name):
+        have = f"cpu and {found.type}" if found else "cpu"
+        raise UserError(f"--device {name}: this torch finds {have} here; name a kind, without an index")
+    return name
+
+
+def resolve_backend(name, device_type):
+    """The backend that `--backend` means here. Raises `UserError` where torch lacks it or the device is not for it."""
+    if name == "auto":
+        name = dist.get_default_backend_for_device(device_type)
+    have = {backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)} - {"fake", "undefined"}
+    if name not in have:
+        raise UserError(f"--backend {name}: this torch has {', '.join(sorted(have))}")
+    if device_type not in dist.Backend.backend_capability.get(name, [device_type]):
+        kinds = " or ".join(dist.Backend.backend_capability[name])
+        raise UserError(f"--backend {name} works on {kinds}, not on {device_type}: leave it out, or use gloo")
+    return name
+
+
+def local_devices(args, ranks, each=1):
+    """The `each` devices of this process, chosen by its local rank so that no two processes share one.
+
+    Raises `UserError` where the machine shows too few for its processes.
+    """
+    if args.device == "cpu":
+        return [torch.device("cpu")] * each
+    visible = torch.accelerator.device_count()
+    needed = ranks.local_world_size * each
+    first = ranks.local_rank * each
+    if visible < needed:
+        if ranks.launcher not in ("srun", "mpirun") or visible != each:
+            raise UserError(
+                f"{ranks.local_world_size} processes with {each} {args.device} device(s) each need {needed}, "
+                f"this machine shows {visible}: start fewer processes, or use --device cpu"
+            )
+        first = 0  # the launcher shows each process just its own
+    return [torch.device(args.device, first + index) for index in range(each)]
+
+
+def default_processes(args, each=1):
+    """How many processes to start here: `--nprocs`, or what the accelerators allow, or 2 on a CPU.
+
+    Raises `UserError` where there are more processes than devices.
+    """
+    if args.nprocs is None:
+        args.nprocs = 2 if args.device == "cpu" else max(1, torch.accelerator.device_count() // each)
+    local_devices(args, Ranks(world_size=args.nprocs, local_world_size=args.nprocs), each)
+    return args.nprocs
+
+
+def prepare(args, ranks, device):
+    """Set this process's dtype, threads and current device. Call it before the model is made."""
+    if args.precision == "fp64":
+        torch.set_default_dtype(torch.float64)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if ranks.launcher == "srun" and "SLURM_CPUS_PER_TASK" in os.environ:
+        share = int(os.environ["SLURM_CPUS_PER_TASK"])
+    else:
+        # mp.spawn would let each process use all cores, torchrun sets OMP_NUM_THREADS=1.
+        share = usable // ranks.local_world_size
+    torch.set_num_threads(args.threads or max(1, share))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+# ------------------------------------------------------------------------------------------ joining, leaving
+
+
+def setup(args, ranks, devices, init_method):
+    """Join the process group. Raises `UserError` where rank 0 cannot listen on the port it was given."""
+    if ranks.one_machine:
+        # By itself gloo listens on the address of the host's name, NCCL on any interface.
+        for _, name in socket.if_nameindex() if sys.platform != "win32" else []:
+            if name in ("lo", "lo0"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    prepare(args, ranks, devices[0])
+    timeout = timedelta(seconds=args.timeout)
+    # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
+    bound = args.device != "cpu" and len(devices) == 1 and args.backend != "gloo"
+    dist.init_process_group(
+        args.backend,
+        store=_store(ranks, init_method, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+        device_id=devices[0] if bound else None,
+    )
+    threads = torch.get_num_threads()
+    say(f"world size {world_size()}, device {args.device}, backend {args.backend}, threads per process {threads}")
+    if ranks.launcher is None:
+        accelerators = 0 if args.device == "cpu" else torch.accelerator.device_count()
+        say(f"for more processes: {torchrun_command(accelerators or 2)}")
+
+
+def cleanup():
+    """Leave the process group. Only after success: with a rank gone it could wait for ever."""
+    dist.destroy_process_group()
+
+
+def _store(ranks, init_method, timeout):
+    """The store through which the ranks find each other."""
+    url = urlsplit(init_method)
+    if ranks.launcher is None:
+        return dist.HashStore()  # alone: no port is needed
+    if url.scheme == "file":
+        return next(dist.rendezvous(init_method, ranks.rank, ranks.world_size))[0]
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun serves the store that it announces in the environment itself.
+    serve = ranks.rank == 0 and not (url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    listener = _listen(host, port) if serve and sys.platform != "win32" else None
+    return dist.TCPStore(
+        host, port, ranks.world_size, serve, timeout, master_listen_fd=listener.detach() if listener else None
+    )
+
+
+def _listen(host, port):
+    """A socket for the store; torch's own would listen on all addresses, even where the host is loopback."""
+    try:
+        if is_loopback(host):
+            return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(
+            f"rank 0 cannot listen on {host}, port {port} ({error.strerror}): choose another port by MASTER_PORT, "
+            "torchrun's --master_port or --init-method"
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------ among the ranks
+
+
+def total(tensor):
+    """The sum of a tensor over the ranks, as a new tensor."""
+    tensor = tensor.clone()
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather(row, device):
+    """Every rank's row of n numbers: float64 [world size, n], on the CPU."""
+    row = torch.as_tensor(row, dtype=torch.float64, device=device)
+    rows = [row]
+    if dist.is_initialized():
+        rows = [torch.empty_like(row) for _ in range(world_size())]
+        dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
+
+
+def from_rank_0(function):
+    """Call `function` on rank 0; every rank returns what it returned or raises the `RunError` that it raised."""
+    answer = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = function()
+        except RunError as error:
+            answer[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer)
+    if answer[1]:
+        raise answer[1]
+    return answer[0]
+
+
+def share_buffers(model):
+    """Give every rank rank 0's buffers, such as running means, which only DDP's next forward would do."""
+    for buffer in model.buffers() if dist.is_initialized() else []:
+        dist.broadcast(buffer, src=0)
+
+
+def check_same_weights(model, device):
+    """Raise `RunError` where a rank's parameters differ from rank 0's; it names the ranks."""
+    names, sums = [], []
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().cpu().double()
+        names.append(name)
+        sums += [values.sum(), values.abs().sum()]
+    checksums = gather(torch.stack(sums), device).nan_to_num(nan=-1).view(world_size(), -1, 2)
+    # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
+    differs = (checksums - checksums[0]).abs() > 1e-12 * checksums[0, :, 1:]
+    differs = differs.any(2)
+    if differs.any():
+        ranks = ", ".join(str(rank) for rank in differs.any(1).nonzero().flatten().tolist())
+        name = names[differs.any(0).nonzero()[0, 0]]
+        raise RunError(f"the weights of rank {ranks} differ from those of rank 0, first in {name}")

@@ -1,0 +1,260 @@
+"""How a process came to be: its ranks from the launcher's environment, or a parent that spawns ranks and ends them."""
+
+import ctypes
+import functools
+import ipaddress
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
+
+# Which variables tell rank, world size, local rank and local world size.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+class RunError(Exception):
+    """What went wrong and what to do, found by all processes of a machine alike: one line, status 1."""
+
+    status = 1
+
+
+class UserError(RunError):
+    """A mistake of the user's: one line, status 2."""
+
+    status = 2
+
+
+def one_line_errors(main):
+    """Decorate the entry of a process: a `RunError` becomes one line, Ctrl-C ends it without a traceback."""
+
+    @functools.wraps(main)
+    def wrapper(*args):
+        try:
+            return main(*args)
+        except RunError as error:
+            name = launcher()
+            first = not name or os.environ.get(LAUNCHERS[name][2], "0") == "0"
+            if not first and name != "srun":
+                # The first process of this machine tells it, and its end makes the launcher end this one. Where that
+                # does not happen, the error is this process's own. (srun ends nobody.)
+                time.sleep(10)
+            if first or name != "srun":
+                sys.stderr.write(f"error: {error}\n")
+            sys.exit(error.status)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return wrapper
+
+
+# ------------------------------------------------------------------------------------- started by a launcher
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of a process among all processes, and among those of its machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str | None = None
+
+    @property
+    def one_machine(self):
+        return self.local_world_size == self.world_size
+
+
+def launcher():
+    """The key in `LAUNCHERS` of what started this process, or None; a user's own RANK counts as torchrun's."""
+    if "RANK" in os.environ:
+        return "torchrun"
+    for name in ("mpirun", "srun"):
+        # A single task is as good as none: most often an interactive shell, where any script may be started. A batch
+        # script has a rank too, but no step and so no number of tasks in it.
+        rank, size = LAUNCHERS[name][:2]
+        if rank in os.environ and os.environ.get(size, "1") != "1":
+            return name
+    return None
+
+
+def refuse_launcher(script):
+    """Raise `UserError` where a launcher started a script that starts its own processes or needs just one."""
+    if launcher():
+        raise UserError(f"{script} was started by {launcher()}: start it by `python {script}`, or take ddp_torchrun.py")
+
+
+def torchrun_command(nproc):
+    """The command that starts this script, with its arguments, as `nproc` processes."""
+    return shlex.join(["torchrun", f"--nproc_per_node={nproc}", *sys.argv])
+
+
+def ranks_from_environment(args):
+    """The `Ranks` that torchrun, mpirun, srun or the user's variables give this process; without any, one process.
+
+    Where mpirun and srun leave MASTER_ADDR and MASTER_PORT out, sets them for env://.
+    Raises `UserError` where variables are missing, are not numbers or contradict each other.
+    """
+    env, name = os.environ, launcher()
+    needed = ["RANK", "WORLD_SIZE"] + ["MASTER_ADDR", "MASTER_PORT"] * (args.init_method == "env://")
+    missing = [variable for variable in needed if not env.get(variable)]
+    if name is None and len(missing) == len(needed):
+        return Ranks()
+    if "TORCHELASTIC_RUN_ID" in env:
+        die_with_parent()  # a killed torchrun would leave its processes running
+    if name in (None, "torchrun") and missing:
+        found = ", ".join(variable for variable in needed if env.get(variable))
+        raise UserError(f"the environment has {found} but lacks {', '.join(missing)}: set them, or start with torchrun")
+
+    rank, world_size = (_number(variable) for variable in LAUNCHERS[name][:2])
+    local_rank, local_world_size = _local_ranks(name, rank, world_size, args)
+    for what, number, below in [
+        ("rank", rank, world_size),
+        ("local rank", local_rank, local_world_size),
+        ("local world size", local_world_size, world_size + 1),
+    ]:
+        if not 0 <= number < below:
+            raise UserError(f"{what} is {number} but must be from 0 to {below - 1}: see {', '.join(LAUNCHERS[name])}")
+    if args.init_method == "env://" and name != "torchrun":
+        _set_master(name, one_machine=local_world_size == world_size)
+    return Ranks(rank, world_size, local_rank, local_world_size, name)
+
+
+def _local_ranks(name, rank, world_size, args):
+    """(local rank, local world size)"""
+    if name == "srun":
+        # "2(x3),1" stands for two tasks on each of three nodes and one on the fourth.
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
+        return _number("SLURM_LOCALID"), tasks[_number("SLURM_NODEID")]
+    variable, size = LAUNCHERS[name][2:]
+    if variable in os.environ or args.local_rank is not None:
+        local_rank = _number(variable, args.local_rank)
+        return local_rank, _number(size, local_rank + 1)
+    # Started by hand without LOCAL_RANK: a loopback address says that all are here.
+    if world_size == 1 or is_loopback(urlsplit(args.init_method).hostname or os.environ.get("MASTER_ADDR", "")):
+        return rank, world_size
+    if args.device != "cpu":
+        raise UserError("the environment lacks LOCAL_RANK, which picks the device: 0 for a machine's first process, …")
+    return 0, 1
+
+
+def is_loopback(host):
+    """Whether a name or address leads to this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+    except OSError:  # not known, or not known yet
+        return False
+
+
+def _set_master(name, one_machine):
+    env = os.environ
+    if one_machine:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+    elif "MASTER_ADDR" not in env and name == "srun":
+        hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+        env["MASTER_ADDR"] = subprocess.run(hosts, capture_output=True, text=True, check=True).stdout.split()[0]
+    elif "MASTER_ADDR" not in env:
+        raise UserError("the environment lacks MASTER_ADDR: start with `mpirun -x MASTER_ADDR=FIRST_MACHINE …`")
+    # All processes of a job must come to the same port, two jobs on a machine to different ones.
+    job = env.get("PMIX_NAMESPACE", "") if name == "mpirun" else f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    env.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
+
+
+def _number(variable, default=None):
+    value = os.environ.get(variable, default)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UserError(f"the environment's {variable} is {value!r}, not a number") from None
+
+
+# ------------------------------------------------------------------------------------------ started by spawn
+
+
+@contextmanager
+def spawning():
+    """Yield a fresh directory, of mode 0700; on the way out, whatever the reason, end all children and remove it."""
+
+    def stop(number, frame):
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
+    signals = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    directory = tempfile.mkdtemp(prefix="ddp-")
+    tempfile.tempdir = directory  # mp.spawn leaves the error files of failed ranks behind
+    try:
+        yield directory
+    finally:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        for child in mp.active_children():
+            child.kill()
+            child.join()
+        tempfile.tempdir = None
+        shutil.rmtree(directory)
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+def spawned(rank, world_size):
+    """The `Ranks` of a process that mp.spawn started; also sets the variables that torchrun sets."""
+    die_with_parent()
+    ranks = Ranks(rank, world_size, rank, world_size, "mp.spawn")
+    os.environ.update(zip(LAUNCHERS["torchrun"], map(str, (rank, world_size, rank, world_size)), strict=True))
+    return ranks
+
+
+def report_finished(directory, rank):
+    """Tell the parent that this rank went through all of its training; see `wait_for_ranks`."""
+    Path(directory, f"finished.{rank}").touch()
+
+
+def wait_for_ranks(context, directory):
+    """Wait for the ranks of `mp.spawn(…, join=False)`; the first that fails ends this process with its status.
+
+    mp.spawn takes any exit with status 0 for success; here a rank must have reported that it finished.
+    """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it announces each SIGTERM it sends
+    failure, done = None, False
+    while not (done or failure):
+        try:
+            done = context.join()
+        except ProcessException as exception:
+            failure = exception
+        for rank, process in enumerate(context.processes):
+            if process.exitcode == 0 and not Path(directory, f"finished.{rank}").exists():
+                sys.exit(f"error: rank {rank} left with status 0 before its training was finished")
+    if isinstance(failure, ProcessRaisedException):
+        sys.exit(f"error: rank {failure.error_index} failed{failure.msg}")
+    if failure and failure.exit_code < 0:
+        sys.exit(f"error: rank {failure.error_index} was killed by {failure.signal_name}")
+    if failure:
+        sys.exit(failure.exit_code)  # the rank has said why
+
+
+def die_with_parent(_worker=None):
+    """On Linux, let the kernel kill this process when its parent is gone; elsewhere does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if mp.parent_process() and mp.parent_process().pid != os.getppid():
+            os._exit(1)  # the parent was gone already

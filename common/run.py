@@ -1,0 +1,351 @@
+"""What the training loop iterates over: options, sampler, progress, metrics, exact evaluation."""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, Subset
+from tqdm import tqdm
+
+from common import group
+from common.launch import UserError, die_with_parent
+
+# -------------------------------------------------------------------------------------------------- options
+
+
+class Arguments(argparse.ArgumentParser):
+    """The options that all scripts share, and the groups of options that a script asks for; it may add its own.
+
+    `parse_args` raises `UserError` for what is wrong at any world size.
+    """
+
+    def __init__(self, description, *, ddp=False, nprocs=False, launched=False):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
+        add = self.add_argument
+        add("--epochs", type=whole(1), default=20, metavar="N", help="default 20")
+        add("--batch-size", type=whole(1), default=96, metavar="N", help="global: what one step sees; default 96")
+        add("--lr", type=positive, default=0.2, help="learning rate; default 0.2")
+        add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order of samples; default 0")
+        add("--steps", type=whole(1), metavar="N", help="stop after N steps in all")
+        add("--device", default="auto", help="cpu, cuda, …; auto: the accelerator that torch finds, else cpu")
+        add("--precision", choices=["fp32", "fp64", "bf16", "fp16"], default="fp32", help="bf16, fp16: autocast")
+        add("--accum", type=whole(1), default=1, metavar="K", help="micro-batches per step; the result stays the same")
+        add("--clip", type=positive, metavar="NORM", help="clip the norm of the gradient")
+        add("--compile", action="store_true", help="torch.compile the model")
+        add("--workers", type=whole(0), default=0, metavar="N", help="DataLoader workers per process; default 0")
+        add("--threads", type=whole(1), metavar="N", help="CPU threads per process; default: its share of the cores")
+        add("--timeout", type=positive, default=600, metavar="SECONDS", help="of waiting for others; default 600")
+        add("--metrics", type=Path, metavar="PATH", help="append one JSON object a line")
+        add("--tensorboard", metavar="DIR", help="write scalars for TensorBoard")
+        add("--log-every", type=whole(1), default=1, metavar="N", help="log every N steps to these; default 1")
+        if ddp:
+            add("--backend", default="auto", help="gloo, nccl, …; auto: the one that torch names for the device")
+        if nprocs:
+            add("--nprocs", type=whole(1), metavar="N", help="processes; default: as the devices allow, 2 on a CPU")
+        if launched:
+            add("--init-method", type=init_method, default="env://", help="env://, tcp://HOST:PORT or file:///PATH")
+            add("--local-rank", "--local_rank", type=whole(0), help=argparse.SUPPRESS)  # torch.distributed.launch
+
+    def parse_args(self, *args):
+        options = super().parse_args(*args)
+        options.device = group.resolve_device(options.device)
+        if "backend" in options:
+            options.backend = group.resolve_backend(options.backend, options.device)
+        return options
+
+    def error(self, message):
+        raise UserError(f"{message}; see `python {self.prog} --help`")
+
+
+def whole(low):
+    def parse(text):
+        if not text.isdecimal() or not low <= int(text) <= 2**32:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low} and at most 2**32")
+        return int(text)
+
+    return parse
+
+
+def positive(text):
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, and at most 1e9")
+    return number
+
+
+def init_method(text):
+    try:
+        url = urlsplit(text)
+        known = text == "env://" or (url.scheme == "tcp" and url.hostname and url.port) or text.startswith("file:///")
+    except ValueError:  # a port that is no port
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of env://, tcp://HOST:PORT, file:///PATH")
+    return text
+
+
+def check_batch(args, world_size):
+    """Raise `UserError` where the global batch cannot be shared out evenly."""
+    share = world_size * args.accum
+    if args.batch_size % share:
+        below, above = args.batch_size // share * share, -(-args.batch_size // share) * share
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"--batch-size {args.batch_size} does not divide into {world_size} processes × {args.accum} "
+            f"micro-batches: the nearest that does is {nearest}"
+        )
+
+
+# -------------------------------------------------------------------------------------------------- sampler
+
+
+class ResumableSampler(Sampler):
+    """This rank's share of each epoch, from any step on, so that step k sees the same samples at any world size.
+
+    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch. What
+    does not fill a global batch at the end of an epoch is left out. Only one step's indices become Python numbers.
+    Raises `UserError` where the `size` samples do not fill one global batch.
+    """
+
+    def __init__(self, size, args):
+        if size < args.batch_size:
+            raise UserError(f"--batch-size {args.batch_size} is more than the {size} samples of the train set")
+        self.size, self.seed, self.batch = size, args.seed, args.batch_size
+        self.rank, self.world_size = group.rank(), group.world_size()
+        self.micro_batch = args.batch_size // (self.world_size * args.accum)  # samples per process at a time
+        self.steps = size // args.batch_size  # per epoch
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch, step=0):
+        """Choose the epoch, and the step in it with which the next iteration begins."""
+        self.epoch, self.step = epoch, step
+
+    def __len__(self):
+        return (self.steps - self.step) * self.batch // self.world_size
+
+    def __iter__(self):
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        for start in range(self.step * self.batch, self.steps * self.batch, self.batch):
+            yield from order[start + self.rank : start + self.batch : self.world_size].tolist()
+
+
+def loader_options(args, device):
+    """Keyword arguments of every DataLoader."""
+    return dict(
+        num_workers=args.workers,
+        pin_memory=device.type != "cpu",
+        persistent_workers=args.workers > 0,
+        worker_init_fn=die_with_parent,
+        timeout=args.timeout if args.workers else 0,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ run
+
+
+def autocast(args):
+    """The context in which forward and loss are computed."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.precision)
+    return torch.autocast(args.device, dtype) if dtype else nullcontext()
+
+
+def unwrap(model):
+    """The user's own model inside DDP or DataParallel."""
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
+    return model
+
+
+class Run:
+    """One training run: gives the loop its epochs, steps and micro-batches, and reports what came of them."""
+
+    def __init__(self, args, model, optimizer, sampler, device):
+        self.args, self.model, self.optimizer, self.sampler, self.device = args, model, optimizer, sampler, device
+        self.epoch = self.step_count = self.samples = 0
+        self.seconds = 0.0
+        self.loss = self.score = self.test_loader = None
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
+        self.log = Log(args)
+        group.from_rank_0(self.log.open)
+        # The weights came from the common seed; what is random from here on differs from rank to rank.
+        torch.manual_seed(args.seed * 2**20 + group.rank() + 1)
+
+    def epochs(self):
+        """Iterate over the epochs; after the last, compare the ranks' weights and report."""
+        for epoch in range(self.args.epochs):
+            if self.step_count != self.args.steps:
+                self.epoch = epoch
+                self.sampler.set_epoch(epoch)
+                yield epoch
+        self._finish()
+
+    def steps(self, loader):
+        """Iterate over the epoch's optimizer steps; each is an iterator over its micro-batches."""
+        batches = (self.sampler.steps - self.sampler.step) * self.args.accum
+        lengths = group.gather([len(loader)], self.device).flatten().long().tolist()
+        if any(length != batches for length in lengths):
+            # With gloo a rank that goes on alone could add a metric of the others to its gradient.
+            raise UserError(f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler")
+        steps = batches // self.args.accum
+        if self.args.steps:
+            steps = min(steps, self.args.steps - self.step_count)
+
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        title = f"epoch {self.epoch + 1}/{self.args.epochs}"
+        start = time.perf_counter()
+        # disable=None: no bar where stderr is no terminal
+        with tqdm(total=steps, desc=title, leave=False, disable=None if group.rank() == 0 else True) as bar:
+            loader = iter(loader)
+            for _ in range(steps):
+                yield self._micro_batches(loader)
+                loss_sum += self.step_loss
+                bar.update()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds += time.perf_counter() - start
+        self.samples += steps * self.args.batch_size
+        self.loss = group.total(loss_sum).item() / (steps * group.world_size())
+
+    def _micro_batches(self, loader):
+        self.step_loss = 0
+        for _ in range(self.args.accum - 1):
+            # DDP adds the gradients up locally and communicates on the last micro-batch alone.
+            with getattr(self.model, "no_sync", nullcontext)():
+                yield next(loader)
+        yield next(loader)
+
+    def backward(self, loss):
+        """`loss.backward()`, with the loss shared among the micro-batches and scaled for fp16."""
+        if self.args.accum > 1:
+            loss = loss / self.args.accum
+        self.scaler.scale(loss).backward()
+        self.step_loss += loss.detach()
+
+    def step(self):
+        """`optimizer.step()`, after unscaling and clipping the gradient; logs the step's loss."""
+        self.scaler.unscale_(self.optimizer)
+        if self.args.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step_count += 1
+        if self.log.wanted and self.step_count % self.args.log_every == 0:
+            loss = group.total(self.step_loss.double()).item() / group.world_size()
+            self.log.write("step", epoch=self.epoch + 1, step=self.step_count, loss=loss)
+
+    @torch.no_grad()
+    def evaluate(self, test_set, score):
+        """Count with `score` how many samples are right, each sample once at any world size, and print the epoch."""
+        rank, world_size, model = group.rank(), group.world_size(), unwrap(self.model)
+        if self.test_loader is None:
+            share = Subset(test_set, range(rank, len(test_set), world_size))
+            self.test_loader = DataLoader(share, self.args.batch_size, **loader_options(self.args, self.device))
+        group.share_buffers(model)
+        model.eval()
+        device, correct, total = next(model.parameters()).device, 0, 0
+        for inputs, labels in self.test_loader:
+            with autocast(self.args):
+                outputs = model(inputs.to(device, non_blocking=True))
+            correct += score(outputs, labels.to(outputs.device, non_blocking=True))
+            total += len(labels)
+        model.train()
+        correct, total = group.total(torch.tensor([int(correct), total], device=self.device)).tolist()
+        self.score = {"accuracy": correct / total, "correct": correct, "total": total}
+        group.say(f"epoch {self.epoch + 1}/{self.args.epochs}: loss {self.loss:.4f}, {self._accuracy()}")
+        self.log.write("eval", epoch=self.epoch + 1, step=self.step_count, **self.score)
+
+    def _accuracy(self):
+        score = self.score
+        return f"test accuracy {score['accuracy']:.2%} ({score['correct']}/{score['total']})"
+
+    def _finish(self):
+        model = unwrap(self.model)
+        group.check_same_weights(model, self.device)
+        memory = group.gather(peak_memory(self.model), self.device).flatten().tolist()
+        if len(memory) > 8:
+            memory = [min(memory), max(memory)]
+        speed = self.samples / self.seconds
+        accuracy = f"{self._accuracy()}, " if self.score else ""
+        group.say(
+            f"done: {self.epoch + 1} epochs, {self.step_count} steps, loss {self.loss:.4f}, {accuracy}"
+            f"{speed:.0f} samples/s, peak memory per device {', '.join(f'{mib:.0f}' for mib in memory)} MiB"
+        )
+        self.log.write(
+            "end",
+            step=self.step_count,
+            loss=self.loss,
+            accuracy=self.score and self.score["accuracy"],
+            samples_per_s=speed,
+            world_size=group.world_size(),
+            weights_sha256=weights_sha256(model),
+        )
+
+
+def weights_sha256(model):
+    """Digest of the parameters' bytes in the order of `state_dict`."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def peak_memory(model):
+    """Peak memory in MiB of each device that this process trains on."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if isinstance(model, nn.DataParallel):
+        devices |= {torch.device(next(iter(devices)).type, index) for index in model.device_ids}
+    devices = sorted(devices, key=str)
+    if devices[0].type != "cpu":
+        module = torch.get_device_module(devices[0])
+        return [module.max_memory_allocated(device) / 2**20 for device in devices]
+    if sys.platform == "linux":
+        # Not getrusage: what it tells begins with the peak of the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        return [int(status.partition("VmHWM:")[2].split()[0]) / 2**10]
+    if sys.platform == "darwin":
+        import resource  # not on Windows
+
+        return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
+    return [math.nan]
+
+
+class Log:
+    """Metrics for programs (one JSON object a line) and for TensorBoard, written by rank 0 alone."""
+
+    def __init__(self, args):
+        self.args, self.wanted = args, bool(args.metrics or args.tensorboard)
+        self.lines = self.board = None
+
+    def open(self):
+        """Raises `UserError` where it cannot write."""
+        if self.args.metrics:
+            try:
+                self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--metrics {self.args.metrics}: {error.strerror}") from None
+        if self.args.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError("--tensorboard needs the package: pip install tensorboard") from None
+            self.board = SummaryWriter(self.args.tensorboard)
+
+    def write(self, event, **values):
+        if self.lines:
+            self.lines.write(json.dumps({"event": event, **values}) + "\n")
+        if self.board:
+            for name in {"step": ["loss"], "eval": ["accuracy"], "end": []}[event]:
+                self.board.add_scalar(name, values[name], values["step"])
+            self.board.flush()
