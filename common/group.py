@@ -46,7 +46,10 @@ def resolve_backend(name, device_type):
     """The backend that `--backend` means here. Raises `UserError` where torch lacks it or the device is not for it."""
     if name == "auto":
         name = dist.get_default_backend_for_device(device_type)
-    have = {backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)} - {"fake", "undefined"}
+    have = {backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)} - {
+        "fake",
+        "undefined",
+    }
     if name not in have:
         raise UserError(f"--backend {name}: this torch has {', '.join(sorted(have))}")
     if device_type not in dist.Backend.backend_capability.get(name, [device_type]):

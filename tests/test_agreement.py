@@ -1,0 +1,107 @@
+"""Every pattern at every world size takes the same steps: the agreement test."""
+
+import pytest
+import torch
+from harness import PYTHON, torchrun
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common import job
+
+EPOCHS, BATCH, SEED = 3, 48, 3
+OPTIONS = ("--precision", "fp64", "--epochs", EPOCHS, "--batch-size", BATCH, "--seed", SEED)
+LAUNCH = (PYTHON, "-m", "torch.distributed.launch")
+
+COMMANDS = {
+    "dp": ("python", "dp_train.py"),
+    "dp-accum-4": ("python", "dp_train.py", "--accum", "4"),
+    **{f"spawn-{n}": ("python", "ddp_spawn.py", "--nprocs", n) for n in (1, 2, 3, 4)},
+    "spawn-accum-2": ("python", "ddp_spawn.py", "--accum", "2"),
+    "alone": ("python", "ddp_torchrun.py"),
+    **{f"torchrun-{n}": torchrun(n, "ddp_torchrun.py") for n in (1, 2, 4)},
+    "torchrun-accum-2": torchrun(2, "ddp_torchrun.py", "--accum", "2"),
+    "torchrun-accum-4": torchrun(2, "ddp_torchrun.py", "--accum", "4"),
+    "launch": (*LAUNCH, "--nproc_per_node=2", "ddp_torchrun.py"),
+    "model-parallel": ("python", "model_parallel_ddp.py"),
+    "model-parallel-torchrun": torchrun(2, "model_parallel_ddp.py"),
+    "model-parallel-accum-2": ("python", "model_parallel_ddp.py", "--nprocs", "1", "--accum", "2"),
+}
+
+
+def plain_loop(clip=None):
+    """The same job as anyone would write it for one process: (loss of each step, right answers per epoch, weights)."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        train_set, test_set = job.load_data()
+        torch.manual_seed(SEED)
+        model = job.ToyModel()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=SEED)
+    losses, right = [], []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, labels in DataLoader(train_set, BATCH, sampler=sampler, drop_last=True):
+            optimizer.zero_grad()
+            loss = job.loss(model(inputs), labels)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            right.append(job.score(model(test_set.tensors[0]), test_set.tensors[1]).item())
+    return losses, right, model.state_dict()
+
+
+def agree(kit, command, *options, clip=None):
+    """Run a command in fp64 and return its greatest difference from the plain loop's final weights."""
+    # Each rank leaves the weights with which it evaluates.
+    kit.edit(
+        "common/job.py",
+        "        self.net2 = nn.Linear(64, 10)\n",
+        "        self.net2 = nn.Linear(64, 10)\n"
+        "        self.register_forward_pre_hook(lambda model, _: None if model.training else save(model))\n",
+    )
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write("\n\ndef save(model):\n    import os\n    torch.save(model.state_dict(), f'{os.getpid()}.weights')\n")
+    result = kit.run(*command, *OPTIONS, *options, "--metrics", "metrics.jsonl")
+    assert result.status == 0, result.err
+
+    losses, right, weights = plain_loop(clip)
+    assert len(losses) == EPOCHS * (1438 // BATCH)
+    assert [line["loss"] for line in kit.metrics(event="step")] == pytest.approx(losses, rel=0, abs=1e-9)
+    assert [line["correct"] for line in kit.metrics(event="eval")] == right
+    saved = [torch.load(path, weights_only=True) for path in kit.path.glob("*.weights")]
+    assert len(saved) == kit.metrics(event="end")[0]["world_size"]
+    assert all(state.keys() == weights.keys() for state in saved)
+    return max((state[name] - weights[name]).abs().max().item() for state in saved for name in weights)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_agreement_with_the_plain_loop(kit, command, record_property):
+    difference = agree(kit, command)
+    record_property("greatest weight difference", difference)
+    print(f"greatest weight difference: {difference:.1e}")
+    assert difference < 1e-9
+
+
+@pytest.mark.parametrize("command", [COMMANDS["spawn-2"], COMMANDS["torchrun-accum-4"]], ids=["spawn", "accum"])
+def test_agreement_of_clipping(kit, command):
+    assert agree(kit, command, "--clip", "0.5", clip=0.5) < 1e-9
+
+
+def test_micro_batches_communicate_once_a_step(kit):
+    """DDP's communication hook counts: one all-reduce a step (the model fits into one bucket), whatever --accum is."""
+    kit.edit(
+        "ddp_spawn.py",
+        "    if args.compile:\n",
+        "    calls = []\n"
+        "    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\n"
+        "    model.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])\n"
+        "    if args.compile:\n",
+    )
+    kit.edit("ddp_spawn.py", "    group.cleanup()\n", "    group.say(f'calls {len(calls)}')\n    group.cleanup()\n")
+    result = kit.run("python", "ddp_spawn.py", "--steps", "10", "--accum", "4")
+    assert result.status == 0, result.err
+    assert "calls 10\n" in result.out

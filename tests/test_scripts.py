@@ -1,0 +1,145 @@
+"""The bare commands: they train, report and leave nothing behind."""
+
+import fcntl
+import os
+import re
+import struct
+import termios
+
+import pytest
+from harness import torchrun
+
+COMMANDS = {
+    "dp_train": ("python", "dp_train.py"),
+    "ddp_spawn": ("python", "ddp_spawn.py"),
+    "ddp_torchrun": ("python", "ddp_torchrun.py"),
+    "torchrun": torchrun(2, "ddp_torchrun.py"),
+    "model_parallel_ddp": ("python", "model_parallel_ddp.py"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_bare_command_trains(kit, command):
+    result = kit.run(*command, "--metrics", "metrics.jsonl")
+    assert result.status == 0, result.err
+
+    losses = [line["loss"] for line in kit.metrics(event="step")]
+    assert len(losses) == 20 * (1438 // 96)
+    assert sum(losses[-14:]) < 0.1 * sum(losses[:14])
+    evals = kit.metrics(event="eval")
+    assert [line["epoch"] for line in evals] == list(range(1, 21))
+    assert all(line["total"] == 359 for line in evals)
+    assert evals[-1]["correct"] / 359 >= 0.97
+    (end,) = kit.metrics(event="end")
+    assert end["accuracy"] == evals[-1]["accuracy"] and end["step"] == 280
+    assert re.fullmatch("[0-9a-f]{64}", end["weights_sha256"])
+
+    epochs = [line for line in result.out.splitlines() if line.startswith("epoch ")]
+    assert len(epochs) == 20, "one line an epoch, from one rank"
+    mean = sum(losses[-14:]) / 14
+    assert epochs[-1] == f"epoch 20/20: loss {mean:.4f}, test accuracy {end['accuracy']:.2%} ({evals[-1]['correct']}/359)"
+    summary = result.out.splitlines()[-1]
+    numbers = re.fullmatch(
+        r"done: 20 epochs, 280 steps, loss ([\d.]+), test accuracy ([\d.]+)% \((\d+)/359\), (\d+) samples/s, "
+        r"peak memory per device ([\d, ]+) MiB",
+        summary,
+    )
+    assert numbers, summary
+    memory = [int(mib) for mib in numbers[5].split(", ")]
+    assert len(memory) == end["world_size"] and all(50 < mib < 5000 for mib in memory)
+    assert "\r" not in result.out + result.err, "a progress bar went into a pipe"
+
+
+def test_steps_end_the_run(kit):
+    result = kit.run("python", "ddp_spawn.py", "--steps", "20", "--metrics", "metrics.jsonl", "--log-every", "5")
+    assert result.status == 0, result.err
+    assert [line["step"] for line in kit.metrics(event="step")] == [5, 10, 15, 20]
+    assert [line["step"] for line in kit.metrics(event="eval")] == [14, 20]
+    assert result.out.splitlines()[-1].startswith("done: 2 epochs, 20 steps, ")
+
+
+def test_same_arguments_same_weights(kit):
+    options = ("--epochs", "2", "--metrics", "metrics.jsonl")
+    spawn, torchrun3, alone = ("python", "ddp_spawn.py", "--nprocs", "3"), torchrun(3, "ddp_torchrun.py"), COMMANDS["dp_train"]
+    for command in (spawn, torchrun3, alone, alone, (*alone, "--seed", "1")):
+        assert kit.run(*command, *options).status == 0
+    digests = [line["weights_sha256"] for line in kit.metrics(event="end")]
+    assert digests[0] == digests[1] and digests[2] == digests[3] != digests[4]
+
+
+@pytest.mark.parametrize("command", [COMMANDS["ddp_spawn"], COMMANDS["torchrun"]], ids=["spawn", "torchrun"])
+def test_two_copies_at_once(kit, command):
+    runs = [kit.start(*command, "--epochs", "3", "--metrics", f"{number}.jsonl") for number in range(2)]
+    assert [run.result().status for run in runs] == [0, 0]
+    digests = {kit.metrics(f"{number}.jsonl", "end")[0]["weights_sha256"] for number in range(2)}
+    assert len(digests) == 1 and not kit.processes() and not kit.temporary_files()
+
+
+def test_progress_bar_on_a_terminal(kit):
+    terminal, ours = os.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # without a width tqdm draws nothing
+    run = kit.start("python", "ddp_spawn.py", "--epochs", "2", stderr=ours)
+    os.close(ours)
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    result = run.result()
+    assert result.status == 0
+    assert b"epoch 1/2:" in shown and b"epoch 2/2:" in shown and b"/14 [" in shown
+    assert [line.split(":")[0] for line in result.out.splitlines()[1:]] == ["epoch 1/2", "epoch 2/2", "done"]
+
+
+def test_tensorboard(kit):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = ("--epochs", "2", "--metrics", "metrics.jsonl", "--tensorboard", "board", "--log-every", "7")
+    assert kit.run("python", "ddp_spawn.py", *options).status == 0
+    board = EventAccumulator(str(kit.path / "board"))
+    board.Reload()
+    steps = kit.metrics(event="step")
+    assert [event.step for event in board.Scalars("loss")] == [7, 14, 21, 28]
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([line["loss"] for line in steps])
+    assert len(board.Scalars("accuracy")) == 2
+
+
+def test_without_tensorboard(kit):
+    # A directory before site-packages in which the package cannot be imported stands for its absence.
+    (kit.path / "tensorboard.py").write_text("raise ImportError('not installed')")
+    result = kit.run("python", "ddp_spawn.py", "--tensorboard", "board")
+    assert result.status == 2
+    assert result.errors == ["error: --tensorboard needs the package: pip install tensorboard"]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_trains_on_the_cpu(kit, precision, nprocs):
+    options = ("--nprocs", nprocs, "--precision", precision, "--clip", "5", "--metrics", "metrics.jsonl")
+    assert kit.run("python", "ddp_spawn.py", *options).status == 0
+    assert kit.metrics(event="end")[0]["accuracy"] >= 0.97
+
+
+def test_workers_change_nothing(kit):
+    for workers in (0, 2):
+        options = ("--epochs", "2", "--workers", workers, "--metrics", "metrics.jsonl")
+        assert kit.run("python", "ddp_spawn.py", *options).status == 0
+    first, second = kit.metrics(event="end")
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py"])
+def test_compile(kit, script):
+    options = ("--precision", "fp64", "--epochs", "2", "--metrics", "metrics.jsonl")
+    assert kit.run("python", script, *options).status == 0
+    result = kit.run("python", script, *options, "--compile", timeout=300)
+    assert result.status == 0, result.err
+    plain, compiled = (kit.metrics(event="step")[start : start + 28] for start in (0, 28))
+    assert [line["loss"] for line in compiled] == pytest.approx([line["loss"] for line in plain], abs=1e-9)
