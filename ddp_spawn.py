@@ -1,6 +1,6 @@
 """One machine, one process per device: DistributedDataParallel, started by torch.multiprocessing.spawn.
 
-When:  one machine, and you want to start training with plain `python`, or from within another program.
+When:  one machine, and plain `python` should start it.
 Not:   on several machines or under a scheduler; see ddp_torchrun.py.
 
     python ddp_spawn.py                             # a process per accelerator, or two on the CPU

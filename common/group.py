@@ -46,10 +46,8 @@ def resolve_backend(name, device_type):
     """The backend that `--backend` means here. Raises `UserError` where torch lacks it or the device is not for it."""
     if name == "auto":
         name = dist.get_default_backend_for_device(device_type)
-    have = {backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)} - {
-        "fake",
-        "undefined",
-    }
+    known = set(dist.Backend.backend_list) - {"fake", "undefined"}
+    have = {backend for backend in known if dist.is_backend_available(backend)}
     if name not in have:
         raise UserError(f"--backend {name}: this torch has {', '.join(sorted(have))}")
     if device_type not in dist.Backend.backend_capability.get(name, [device_type]):
@@ -68,6 +66,8 @@ def local_devices(args, ranks, each=1):
     visible = torch.accelerator.device_count()
     needed = ranks.local_world_size * each
     first = ranks.local_rank * each
+    if visible == ranks.local_world_size == 1:
+        return [torch.device(args.device, 0)] * each  # nothing to choose: one process, one device
     if visible < needed:
         if ranks.launcher not in ("srun", "mpirun") or visible != each:
             raise UserError(
@@ -118,7 +118,7 @@ def setup(args, ranks, devices, init_method):
     prepare(args, ranks, devices[0])
     timeout = timedelta(seconds=args.timeout)
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
-    bound = args.device != "cpu" and len(devices) == 1 and args.backend != "gloo"
+    bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
     dist.init_process_group(
         args.backend,
         store=_store(ranks, init_method, timeout),

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import ipaddress
 import logging
 import os
@@ -49,7 +50,10 @@ def one_line_errors(main):
     @functools.wraps(main)
     def wrapper(*args):
         try:
-            return main(*args)
+            main(*args)
+            # DDP lies in reference cycles and keeps gloo's threads alive. One that lets go of a tensor while the
+            # interpreter ends would abort the process; so they have to end before.
+            gc.collect()
         except RunError as error:
             name = launcher()
             first = not name or os.environ.get(LAUNCHERS[name][2], "0") == "0"

@@ -1,5 +1,6 @@
 """Runs the scripts as a user does, in subprocesses, and sees what they leave behind."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -117,12 +118,6 @@ class Kit:
                 pass  # gone meanwhile, or another user's
         return found
 
-    def ranks(self):
-        """pids of the training processes, without those that started them and without loader workers"""
-        pids = [pid for pid, line in self.processes() if "spawn_main" in line or "--local-rank" in line]
-        pids += [pid for pid, line in self.processes() if ".py" in line and "torch.distributed" not in line]
-        return pids
-
     def temporary_files(self):
         # torchrun makes a directory for its logs and leaves it, whatever it runs.
         names = [path.name for path in self.temporary.iterdir()]
@@ -131,8 +126,6 @@ class Kit:
     def kill_all(self):
         while self.processes():
             for pid, _ in self.processes():
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             time.sleep(0.05)

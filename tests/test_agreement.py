@@ -64,7 +64,9 @@ def agree(kit, command, *options, clip=None):
         "        self.register_forward_pre_hook(lambda model, _: None if model.training else save(model))\n",
     )
     with (kit.path / "common" / "job.py").open("a") as file:
-        file.write("\n\ndef save(model):\n    import os\n    torch.save(model.state_dict(), f'{os.getpid()}.weights')\n")
+        file.write(
+            "\n\ndef save(model):\n    import os\n\n    torch.save(model.state_dict(), f'{os.getpid()}.weights')"
+        )
     result = kit.run(*command, *OPTIONS, *options, "--metrics", "metrics.jsonl")
     assert result.status == 0, result.err
 
@@ -98,7 +100,8 @@ def test_micro_batches_communicate_once_a_step(kit):
         "    if args.compile:\n",
         "    calls = []\n"
         "    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\n"
-        "    model.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])\n"
+        "    hook = lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1]\n"
+        "    model.register_comm_hook(None, hook)\n"
         "    if args.compile:\n",
     )
     kit.edit("ddp_spawn.py", "    group.cleanup()\n", "    group.say(f'calls {len(calls)}')\n    group.cleanup()\n")

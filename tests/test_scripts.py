@@ -37,7 +37,8 @@ def test_bare_command_trains(kit, command):
     epochs = [line for line in result.out.splitlines() if line.startswith("epoch ")]
     assert len(epochs) == 20, "one line an epoch, from one rank"
     mean = sum(losses[-14:]) / 14
-    assert epochs[-1] == f"epoch 20/20: loss {mean:.4f}, test accuracy {end['accuracy']:.2%} ({evals[-1]['correct']}/359)"
+    score = f"test accuracy {end['accuracy']:.2%} ({evals[-1]['correct']}/359)"
+    assert epochs[-1] == f"epoch 20/20: loss {mean:.4f}, {score}"
     summary = result.out.splitlines()[-1]
     numbers = re.fullmatch(
         r"done: 20 epochs, 280 steps, loss ([\d.]+), test accuracy ([\d.]+)% \((\d+)/359\), (\d+) samples/s, "
@@ -60,8 +61,8 @@ def test_steps_end_the_run(kit):
 
 def test_same_arguments_same_weights(kit):
     options = ("--epochs", "2", "--metrics", "metrics.jsonl")
-    spawn, torchrun3, alone = ("python", "ddp_spawn.py", "--nprocs", "3"), torchrun(3, "ddp_torchrun.py"), COMMANDS["dp_train"]
-    for command in (spawn, torchrun3, alone, alone, (*alone, "--seed", "1")):
+    spawn, alone = ("python", "ddp_spawn.py", "--nprocs", "3"), COMMANDS["dp_train"]
+    for command in (spawn, torchrun(3, "ddp_torchrun.py"), alone, alone, (*alone, "--seed", "1")):
         assert kit.run(*command, *options).status == 0
     digests = [line["weights_sha256"] for line in kit.metrics(event="end")]
     assert digests[0] == digests[1] and digests[2] == digests[3] != digests[4]

@@ -1,0 +1,150 @@
+"""However a run ends: no process, port or file is left, and the status says how it was."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import torchrun
+
+SPAWN = ("python", "ddp_spawn.py")
+PAIRS = ("python", "model_parallel_ddp.py")
+LONG = ("--epochs", "100000", "--metrics", "metrics.jsonl")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def fault(kit, code):
+    """Let rank 1 run `code` in the fifth forward pass of training."""
+    kit.edit(
+        "common/job.py",
+        "        self.net2 = nn.Linear(64, 10)\n",
+        "        self.net2 = nn.Linear(64, 10)\n        self.register_forward_pre_hook(fault)\n",
+    )
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write(
+            "\n\ndef fault(model, _, calls=[]):\n    import os, signal, sys, time\n    calls.append(1)\n"
+            f"    if os.environ['RANK'] == '1' and len(calls) == 5:\n        {code}\n"
+        )
+
+
+def training(kit):
+    return lambda: bool(kit.metrics(event="step"))
+
+
+@pytest.mark.parametrize(
+    "command, code, line",
+    [
+        (SPAWN, "raise ValueError('no luck')", "error: rank 1 failed"),
+        (PAIRS, "raise ValueError('no luck')", "error: rank 1 failed"),
+        (SPAWN, "sys.exit(0)", "error: rank 1 left with status 0 before its training was finished"),
+        (PAIRS, "os._exit(0)", "error: rank 1 left with status 0 before its training was finished"),
+        (SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was killed by SIGKILL"),
+    ],
+    ids=["raises", "pairs-raises", "exits", "pairs-exits", "killed"],
+)
+def test_failing_rank(kit, command, code, line):
+    fault(kit, code)
+    result = kit.run(*command, timeout=60)
+    assert result.status == 1, result
+    assert line in result.err
+    if "raise" in code:
+        assert "ValueError: no luck" in result.err and result.err.count("Traceback") == 1
+
+
+def test_failing_rank_in_the_summary_of_torchrun(kit):
+    fault(kit, "raise ValueError('no luck')")
+    result = kit.run(*torchrun(2, "ddp_torchrun.py"), timeout=60)
+    assert result.status == 1
+    summary = result.err.partition("Root Cause (first observed failure):")[2]
+    assert "ValueError: no luck" in summary and "rank      : 1" in summary
+
+
+def test_ranks_that_differ(kit):
+    fault(kit, "model.net2.bias.data += 1e-6")
+    for command in (SPAWN, torchrun(2, "ddp_torchrun.py")):
+        result = kit.run(*command, "--epochs", "1")
+        assert result.status == 1
+        assert result.errors == ["error: the weights of rank 1 differ from those of rank 0, first in net2.bias"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("shell", ["foreground", "background"])
+def test_signal_to_the_parent(kit, number, status, shell):
+    command = (*SPAWN, *LONG, "--workers", "1")
+    if shell == "background":
+        # A shell without job control lets what it starts with & ignore SIGINT.
+        command = ("sh", "-c", '"$@" & echo $! > pid; wait $!', "sh", *[sys.executable, *command[1:]])
+    run = kit.start(*command)
+    run.wait_for(training(kit))
+    assert len(kit.processes()) >= 5, "parent, two ranks, their loader workers"
+    pid = int((kit.path / "pid").read_text()) if shell == "background" else run.pid
+    start = time.monotonic()
+    os.kill(pid, number)
+    result = run.result(timeout=30)
+    assert time.monotonic() - start < 15
+    assert result.status == status and not result.processes and not result.files, result
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("script", ["dp_train.py", "ddp_torchrun.py"])
+def test_ctrl_c_without_a_parent(kit, script):
+    run = kit.start("python", script, *LONG)
+    run.wait_for(training(kit))
+    os.kill(run.pid, signal.SIGINT)
+    result = run.result(timeout=30)
+    assert (result.status, result.err, result.processes) == (130, "", [])
+
+
+@linux
+@pytest.mark.parametrize("command", [SPAWN, torchrun(2, "ddp_torchrun.py")], ids=["spawn", "torchrun"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_nobody_outlives_a_dead_parent(kit, command, number):
+    run = kit.start(*command, *LONG, "--workers", "1")
+    run.wait_for(training(kit))
+    os.kill(run.pid, number)
+    result = run.result(timeout=45)
+    assert result.status != 0 and not result.processes
+
+
+def listening(pids):
+    """Local addresses, as /proc writes them, on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@linux
+@pytest.mark.parametrize("starter", ["spawn", "pairs", "alone", "by hand", "torchrun"])
+def test_nothing_listens_to_other_machines(kit, starter):
+    if starter == "by hand":  # rank 0 serves the store
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
+        runs = [
+            kit.start("python", "ddp_torchrun.py", *LONG, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]
+    else:
+        alone, launched = ("python", "ddp_torchrun.py"), torchrun(2, "ddp_torchrun.py")
+        command = {"spawn": SPAWN, "pairs": PAIRS, "alone": alone, "torchrun": launched}[starter]
+        runs = [kit.start(*command, *LONG)]
+    runs[0].wait_for(training(kit))
+    # torchrun itself serves its store on all addresses, which the scripts cannot change.
+    pids = [pid for pid, line in kit.processes() if "torch.distributed.run" not in line]
+    addresses = listening(pids)
+    assert addresses, "gloo listens somewhere"
+    assert set(addresses) <= LOOPBACK, addresses
+    kit.kill_all()

@@ -1,0 +1,203 @@
+"""ddp_torchrun.py takes its place from whatever started it."""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness import PYTHON, torchrun
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+OPTIONS = ("--epochs", "1", "--metrics", "metrics.jsonl")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def header(world_size, threads):
+    return f"world size {world_size}, device cpu, backend gloo, threads per process {threads}"
+
+
+def test_plain_python_says_how_to_start_more(kit):
+    result = kit.run("python", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1")
+    assert result.status == 0, result.err
+    assert result.out.splitlines()[0] == header(1, CORES)
+    (line,) = [line for line in result.out.splitlines() if line.startswith("for more processes: ")]
+    command = shlex.split(line.partition(": ")[2])
+    assert command == ["torchrun", "--nproc_per_node=2", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1"]
+    assert kit.run(*torchrun(2, *command[2:])).status == 0
+    one, two = kit.metrics(event="end")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_threads_are_shared_under_torchrun(kit, threads):
+    options = ("--threads", threads) if threads else ()
+    result = kit.run(*torchrun(2, "ddp_torchrun.py", *OPTIONS, *options))
+    assert header(2, threads or max(1, CORES // 2)) in result.out.splitlines()
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+def test_local_rank_as_an_argument(kit, spelling):
+    """As torch.distributed.launch passes it, with and without the environment that goes before it."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    runs = [
+        kit.start("python", "ddp_torchrun.py", f"{spelling}={rank}", *OPTIONS, env=env | {"RANK": str(rank)} | more)
+        for rank, more in [(0, {}), (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})]
+    ]
+    results = [run.result() for run in runs]
+    assert [result.status for result in results] == [0, 0], results
+    assert "world size 2" in results[0].out and results[1].out == ""
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+@pytest.mark.parametrize("starter", ["by hand", "torchrun"])
+def test_init_method(kit, scheme, starter):
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{kit.path}/store"
+    options = (*OPTIONS, "--init-method", method)
+    if starter == "torchrun":
+        result = kit.run(*torchrun(2, "ddp_torchrun.py", *options))
+        assert result.status == 0, result.err
+    else:
+        runs = [
+            kit.start("python", "ddp_torchrun.py", *options, env={"RANK": str(rank), "WORLD_SIZE": "2"})
+            for rank in range(2)
+        ]
+        assert [run.result().status for run in runs] == [0, 0]
+    assert kit.metrics(event="end")[0]["world_size"] == 2
+
+
+def test_port_in_use(kit):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        result = kit.run("python", "ddp_torchrun.py", env=env, timeout=30)
+    assert result.status == 2
+    assert len(result.errors) == 1
+    assert f"rank 0 cannot listen on 127.0.0.1, port {port} (Address already in use)" in result.errors[0]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
+def test_mpirun(kit):
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none"]
+    short = {"TMPDIR": "/tmp"}  # Open MPI makes sockets there, whose paths must be short
+    runs = [
+        kit.start(*command, PYTHON, "ddp_torchrun.py", "--epochs", "1", "--metrics", f"{number}.jsonl", env=short)
+        for number in range(2)
+    ]
+    for number, run in enumerate(runs):
+        result = run.result()
+        assert result.status == 0, result.err
+        assert header(2, max(1, CORES // 2)) in result.out
+        assert kit.metrics(f"{number}.jsonl", "end")[0]["world_size"] == 2
+    mistake = kit.start(*command, PYTHON, "dp_train.py", env=short).result()
+    assert mistake.status == 2
+    assert mistake.errors == [
+        "error: dp_train.py was started by mpirun: start it by `python dp_train.py`, or take ddp_torchrun.py"
+    ]
+
+
+@pytest.fixture
+def slurm(tmp_path, kit):
+    """A real SLURM of two nodes on this machine, with keys, ports and directories of its own; its environment."""
+    for program in ("munged", "slurmctld", "slurmd", "srun"):
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
+            pytest.skip(f"{program} is not installed")
+    if os.geteuid() != 0:
+        pytest.skip("starting a SLURM needs root")
+    try:
+        socket.getaddrinfo("n1", None), socket.getaddrinfo("n2", None)
+    except OSError:
+        pytest.skip("the nodes' names n1 and n2 have no line in /etc/hosts: 127.0.0.1 n1 n2")
+    # The paths of munge's socket and of its parents must be closed to others, and short enough for a socket.
+    home = Path(subprocess.check_output(["mktemp", "-d", "/run/kit-slurm-XXXXXX"], text=True).strip())
+    home.chmod(0o755)
+    key = home / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    host = socket.gethostname()
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=2 State=UNKNOWN"
+        for name in ("n1", "n2")
+    )
+    (home / "slurm.conf").write_text(
+        f"""ClusterName=kit
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={free_port()}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={home}/munge.socket
+StateSaveLocation={home}
+SlurmdSpoolDir={home}/%n
+SlurmctldPidFile={home}/slurmctld.pid
+SlurmdPidFile={home}/%n.pid
+SlurmctldLogFile={home}/slurmctld.log
+SlurmdLogFile={home}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+{nodes}
+PartitionName=all Nodes=n1,n2 Default=YES State=UP
+"""
+    )
+    files = [f"--{name}-file={home}/munge.{name}" for name in ("pid", "log", "seed")]
+    munged = ["munged", "--force", "--foreground", f"--socket={home}/munge.socket", f"--key-file={key}", *files]
+    env = {"SLURM_CONF": str(home / "slurm.conf"), "PATH": f"{kit.env['PATH']}:/usr/sbin"}
+    daemons = []
+    try:
+        for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            log = (home / f"{command[0]}.out").open("a")
+            daemons.append(subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=log))
+            log.close()
+            while command is munged and not (home / "munge.socket").exists():
+                assert daemons[0].poll() is None, (home / "munged.out").read_text()
+                time.sleep(0.05)
+        end = time.monotonic() + 30
+        while (idle := kit.start("sinfo", "-h", "-t", "idle", "-o", "%D", env=env).result()).out.strip() != "2":
+            assert time.monotonic() < end, idle
+            time.sleep(0.3)
+        yield env
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(20)
+        shutil.rmtree(home)
+
+
+def test_srun(kit, slurm):
+    result = kit.run("srun", "-N2", "--ntasks-per-node=2", PYTHON, "ddp_torchrun.py", *OPTIONS, env=slurm)
+    assert result.status == 0, result.err
+    assert header(4, max(1, CORES // 2)) in result.out
+    one = ("-N1", "-n2", "--cpus-per-task=1")
+    result = kit.run("srun", *one, PYTHON, "ddp_torchrun.py", *OPTIONS, env=slurm)
+    assert result.status == 0, result.err
+    assert header(2, 1) in result.out, "as many threads as --cpus-per-task allots"
+    result = kit.run("srun", *one, PYTHON, "model_parallel_ddp.py", *OPTIONS, env=slurm)
+    assert result.status == 0, result.err
+    four, two, split = kit.metrics(event="end")
+    assert (four["world_size"], two["world_size"], split["world_size"]) == (4, 2, 2)
+    assert four["loss"] == pytest.approx(two["loss"], rel=1e-4) and two["weights_sha256"] == split["weights_sha256"]
+
+    result = kit.run("srun", *one, PYTHON, "ddp_spawn.py", env=slurm)
+    assert len(result.errors) == 1 and "ddp_spawn.py was started by srun" in result.errors[0]
+    # A shell of one task is no launcher: scripts start there as anywhere.
+    result = kit.run("srun", "-N1", "-n1", PYTHON, "ddp_spawn.py", *OPTIONS, env=slurm)
+    assert result.status == 0 and header(2, max(1, CORES // 2)) in result.out
+    batch = "#!/bin/sh\nexec " + shlex.join([PYTHON, "ddp_torchrun.py", *OPTIONS]) + "\n"
+    (kit.path / "batch.sh").write_text(batch)
+    result = kit.run("sbatch", "--wait", "-N2", "-n2", "-o", "batch.log", "batch.sh", env=slurm)
+    log = (kit.path / "batch.log").read_text()
+    assert result.status == 0 and header(1, CORES) in log, "without srun a batch script is one process"

@@ -1,0 +1,111 @@
+"""A mistake of the user's: one `error:` line, status 2, nothing written, nothing started."""
+
+import re
+
+import pytest
+from harness import torchrun
+
+SCRIPTS = ("dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py")
+
+# what is typed after the script: what the line says
+IN_EVERY_SCRIPT = {
+    "--epochs 0": "argument --epochs: '0' is not a whole number of at least 1",
+    "--batch-size -96": "argument --batch-size: ",
+    "--lr nan": "argument --lr: 'nan' is not a number above 0",
+    "--precision fp8": "argument --precision: invalid choice: 'fp8'",
+    "--device tpu": "--device tpu: this torch finds cpu here",
+    "--accum 7": "--batch-size 96 does not divide into",
+    "--batch-size 1440": "--batch-size 1440 is more than the 1438 samples",
+    "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: No such file or directory",
+    "--metrics data": "--metrics data: Is a directory",
+    "--no-such-option": "unrecognized arguments: --no-such-option",
+}
+IN_ONE = {
+    "dp_train.py --device-ids 0,1": "give each of the 0 cpu devices",
+    "dp_train.py --device-ids one": "--device-ids one: give numbers, as in 0,1",
+    "dp_train.py --output-device 1": "output device 1",
+    "ddp_spawn.py --nprocs 5": "does not divide into 5 processes × 1 micro-batches: the nearest that does is 95 or 100",
+    "ddp_spawn.py --nprocs 4 --batch-size 3": "the nearest that does is 4",
+    "ddp_spawn.py --backend mpi": "--backend mpi: this torch has gloo",
+    "ddp_torchrun.py --backend telegraph": "--backend telegraph: this torch has gloo",
+    "model_parallel_ddp.py --backend nccl": "--backend nccl",
+    "ddp_torchrun.py --init-method tcp://nowhere": "is none of env://, tcp://HOST:PORT, file:///PATH",
+    "ddp_torchrun.py --init-method file://relative": "is none of env://, tcp://HOST:PORT, file:///PATH",
+}
+
+
+def check(kit, command, expected, env=None):
+    before = sorted(path for path in kit.path.rglob("*") if "__pycache__" not in path.parts)
+    result = kit.run(*command, env=env)
+    assert result.status == 2, result.err
+    assert len(result.err.splitlines()) == 1 and expected in result.errors[0], result.err
+    assert before == sorted(path for path in kit.path.rglob("*") if "__pycache__" not in path.parts)
+
+
+@pytest.mark.parametrize("options", IN_EVERY_SCRIPT)
+def test_mistake_that_each_script_tells(kit, options):
+    for script in SCRIPTS:
+        check(kit, ["python", script, *options.split()], IN_EVERY_SCRIPT[options])
+
+
+@pytest.mark.parametrize("command", IN_ONE)
+def test_mistake(kit, command):
+    check(kit, ["python", *command.split()], IN_ONE[command])
+
+
+@pytest.mark.parametrize("options", ["--epochs 0", "--batch-size 1440", "--batch-size 97"])
+def test_mistake_under_torchrun_is_told_once(kit, options):
+    result = kit.run(*torchrun(2, "ddp_torchrun.py", *options.split()))
+    assert result.status != 0
+    assert len(result.errors) == 1, result.err
+    assert re.search(r"exitcode +: 2 ", result.err), "torchrun's summary gives the status"
+    assert "UserError" not in result.err
+
+
+@pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py"])
+def test_script_that_no_launcher_starts(kit, script):
+    result = kit.run(*torchrun(2, script), timeout=60)
+    assert result.status != 0
+    assert len(result.errors) == 1
+    assert f"{script} was started by torchrun: start it by `python {script}`" in result.errors[0]
+    assert "epoch" not in result.out
+
+
+def test_nprocs_under_a_launcher(kit):
+    result = kit.run(*torchrun(2, "model_parallel_ddp.py", "--nprocs", "2"))
+    assert len(result.errors) == 1 and "--nprocs 2: torchrun has started the processes" in result.errors[0]
+
+
+@pytest.mark.parametrize(
+    "env, expected",
+    [
+        ({"RANK": "0"}, "the environment has RANK but lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "has MASTER_ADDR, MASTER_PORT but lacks RANK, WORLD_SIZE"),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "the environment's RANK is 'one', not a number",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "rank is 2 but must be from 0 to 1",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "local world size is 3 but must be from 0 to 2",
+        ),
+    ],
+    ids=["missing", "only-master", "no-number", "too-high", "local-world-size"],
+)
+@pytest.mark.parametrize("script", ["ddp_torchrun.py", "model_parallel_ddp.py"])
+def test_environment(kit, script, env, expected):
+    check(kit, ["python", script], expected, env)
+
+
+def test_loader_without_the_sampler(kit):
+    kit.edit(
+        "ddp_spawn.py", "sampler.micro_batch, sampler=sampler,", "sampler.micro_batch + 4 * rank, sampler=sampler,"
+    )
+    result = kit.run("python", "ddp_spawn.py")
+    assert result.status == 2
+    assert result.errors == ["error: the ranks' loaders have [14, 13] batches, not 14 each: build them on the sampler"]
