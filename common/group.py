@@ -167,8 +167,8 @@ def _listen(host, port):
         return socket.create_server(("", port))
     except OSError as error:
         raise UserError(
-            f"rank 0 cannot listen on {host}, port {port} ({error.strerror}): choose another port by MASTER_PORT, "
-            "torchrun's --master_port or --init-method"
+            f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
+            "MASTER_PORT, torchrun's --master_port or --init-method"
         ) from None
 
 

@@ -49,12 +49,11 @@ def one_line_errors(main):
 
     @functools.wraps(main)
     def wrapper(*args):
+        status = 0
         try:
             main(*args)
-            # DDP lies in reference cycles and keeps gloo's threads alive. One that lets go of a tensor while the
-            # interpreter ends would abort the process; so they have to end before.
-            gc.collect()
         except RunError as error:
+            status = error.status
             name = launcher()
             first = not name or os.environ.get(LAUNCHERS[name][2], "0") == "0"
             if not first and name != "srun":
@@ -63,9 +62,13 @@ def one_line_errors(main):
                 time.sleep(10)
             if first or name != "srun":
                 sys.stderr.write(f"error: {error}\n")
-            sys.exit(error.status)
         except KeyboardInterrupt:
-            sys.exit(130)
+            status = 130
+        # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and gloo's threads end
+        # too: one that lets go of a tensor while the interpreter ends would abort the process.
+        gc.collect()
+        if status:
+            sys.exit(status)
 
     return wrapper
 
@@ -205,13 +208,18 @@ def spawning():
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
     signals = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     directory = tempfile.mkdtemp(prefix="ddp-")
-    tempfile.tempdir = directory  # mp.spawn leaves the error files of failed ranks behind
+    tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
     try:
         yield directory
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
-        for child in mp.active_children():
+        children = mp.active_children()
+        for child in children:
+            os.kill(child.pid, signal.SIGINT)  # lets it end its loader workers and remove their files
+        end = time.monotonic() + 3
+        for child in children:
+            child.join(max(0, end - time.monotonic()))
             child.kill()
             child.join()
         tempfile.tempdir = None
@@ -222,6 +230,12 @@ def spawning():
 
 def spawned(rank, world_size):
     """The `Ranks` of a process that mp.spawn started; also sets the variables that torchrun sets."""
+
+    def interrupt(number, frame):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches this process from the terminal and from the parent
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     die_with_parent()
     ranks = Ranks(rank, world_size, rank, world_size, "mp.spawn")
     os.environ.update(zip(LAUNCHERS["torchrun"], map(str, (rank, world_size, rank, world_size)), strict=True))
@@ -242,7 +256,7 @@ def wait_for_ranks(context, directory):
     failure, done = None, False
     while not (done or failure):
         try:
-            done = context.join()
+            done = context.join(grace_period=3)  # for the other ranks to end by themselves
         except ProcessException as exception:
             failure = exception
         for rank, process in enumerate(context.processes):

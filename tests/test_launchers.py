@@ -58,8 +58,11 @@ def test_local_rank_as_an_argument(kit, spelling):
     assert "world size 2" in results[0].out and results[1].out == ""
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "file"])
-@pytest.mark.parametrize("starter", ["by hand", "torchrun"])
+@pytest.mark.parametrize(
+    "starter, scheme",
+    [("by hand", "file"), ("torchrun", "tcp")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [("by hand", "tcp"), ("torchrun", "file")]],
+)
 def test_init_method(kit, scheme, starter):
     method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{kit.path}/store"
     options = (*OPTIONS, "--init-method", method)
@@ -85,6 +88,7 @@ def test_port_in_use(kit):
     assert f"rank 0 cannot listen on 127.0.0.1, port {port} (Address already in use)" in result.errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
 def test_mpirun(kit):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none"]
@@ -177,6 +181,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
         shutil.rmtree(home)
 
 
+@pytest.mark.slow
 def test_srun(kit, slurm):
     result = kit.run("srun", "-N2", "--ntasks-per-node=2", PYTHON, "ddp_torchrun.py", *OPTIONS, env=slurm)
     assert result.status == 0, result.err

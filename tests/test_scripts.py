@@ -68,6 +68,7 @@ def test_same_arguments_same_weights(kit):
     assert digests[0] == digests[1] and digests[2] == digests[3] != digests[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [COMMANDS["ddp_spawn"], COMMANDS["torchrun"]], ids=["spawn", "torchrun"])
 def test_two_copies_at_once(kit, command):
     runs = [kit.start(*command, "--epochs", "3", "--metrics", f"{number}.jsonl") for number in range(2)]
@@ -119,8 +120,10 @@ def test_without_tensorboard(kit):
     assert result.errors == ["error: --tensorboard needs the package: pip install tensorboard"]
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision, nprocs",
+    [("fp16", 2)] + [pytest.param(*case, marks=pytest.mark.slow) for case in [("bf16", 1), ("bf16", 2)]],
+)
 def test_autocast_trains_on_the_cpu(kit, precision, nprocs):
     options = ("--nprocs", nprocs, "--precision", precision, "--clip", "5", "--metrics", "metrics.jsonl")
     assert kit.run("python", "ddp_spawn.py", *options).status == 0
