@@ -141,8 +141,11 @@ def ranks_from_environment(args):
     ]:
         if not 0 <= number < below:
             raise UserError(f"{what} is {number} but must be from 0 to {below - 1}: see {', '.join(LAUNCHERS[name])}")
-    if args.init_method == "env://" and name != "torchrun":
-        _set_master(name, one_machine=local_world_size == world_size)
+    if args.init_method == "env://":
+        if name != "torchrun":
+            _set_master(name, one_machine=local_world_size == world_size)
+        if not 0 < _number("MASTER_PORT") < 2**16:
+            raise UserError(f"the environment's MASTER_PORT is {env['MASTER_PORT']}, not from 1 to 65535")
     return Ranks(rank, world_size, local_rank, local_world_size, name)
 
 
@@ -215,7 +218,7 @@ def spawning():
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
         children = mp.active_children()
-        for child in children:
+        for child in children if sys.platform != "win32" else []:
             os.kill(child.pid, signal.SIGINT)  # lets it end its loader workers and remove their files
         end = time.monotonic() + 3
         for child in children:

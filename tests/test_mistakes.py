@@ -93,6 +93,10 @@ def test_nprocs_under_a_launcher(kit):
             "the environment's RANK is 'one', not a number",
         ),
         (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"},
+            "the environment's MASTER_PORT is 70000, not from 1 to 65535",
+        ),
+        (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "rank is 2 but must be from 0 to 1",
         ),
@@ -102,7 +106,7 @@ def test_nprocs_under_a_launcher(kit):
             "local world size is 3 but must be from 0 to 2",
         ),
     ],
-    ids=["missing", "only-master", "no-number", "too-high", "local-world-size"],
+    ids=["missing", "only-master", "no-number", "port", "too-high", "local-world-size"],
 )
 @pytest.mark.parametrize("script", ["ddp_torchrun.py", pytest.param("model_parallel_ddp.py", marks=pytest.mark.slow)])
 def test_environment(kit, script, env, expected):
