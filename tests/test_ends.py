@@ -61,12 +61,14 @@ def test_failing_rank_in_the_summary_of_torchrun(kit):
     assert "ValueError: no luck" in summary and "rank      : 1" in summary
 
 
-def test_ranks_that_differ(kit):
+@pytest.mark.parametrize(
+    "command", [SPAWN, pytest.param(torchrun(2, "ddp_torchrun.py"), marks=pytest.mark.slow)], ids=["spawn", "torchrun"]
+)
+def test_ranks_that_differ(kit, command):
     fault(kit, "model.net2.bias.data += 1e-6")
-    for command in (SPAWN, torchrun(2, "ddp_torchrun.py")):
-        result = kit.run(*command, "--epochs", "1")
-        assert result.status == 1
-        assert result.errors == ["error: the weights of rank 1 differ from those of rank 0, first in net2.bias"]
+    result = kit.run(*command, "--epochs", "1")
+    assert result.status == 1
+    assert result.errors == ["error: the weights of rank 1 differ from those of rank 0, first in net2.bias"]
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])

@@ -61,8 +61,8 @@ def test_steps_end_the_run(kit):
 
 def test_same_arguments_same_weights(kit):
     options = ("--epochs", "2", "--metrics", "metrics.jsonl")
-    spawn, alone = ("python", "ddp_spawn.py", "--nprocs", "3"), COMMANDS["dp_train"]
-    for command in (spawn, torchrun(3, "ddp_torchrun.py"), alone, alone, (*alone, "--seed", "1")):
+    spawn, alone = ("python", "ddp_spawn.py", "--nprocs", "2"), COMMANDS["dp_train"]
+    for command in (spawn, torchrun(2, "ddp_torchrun.py"), alone, alone, (*alone, "--seed", "1")):
         assert kit.run(*command, *options).status == 0
     digests = [line["weights_sha256"] for line in kit.metrics(event="end")]
     assert digests[0] == digests[1] and digests[2] == digests[3] != digests[4]
@@ -130,6 +130,7 @@ def test_autocast_trains_on_the_cpu(kit, precision, nprocs):
     assert kit.metrics(event="end")[0]["accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(kit):
     for workers in (0, 2):
         options = ("--epochs", "2", "--workers", workers, "--metrics", "metrics.jsonl")
