@@ -185,10 +185,11 @@ class Run:
     def epochs(self):
         """Iterate over the epochs; after the last, compare the ranks' weights and report."""
         for epoch in range(self.args.epochs):
-            if self.step_count != self.args.steps:
-                self.epoch = epoch
-                self.sampler.set_epoch(epoch)
-                yield epoch
+            if self.step_count == self.args.steps:
+                break
+            self.epoch = epoch
+            self.sampler.set_epoch(epoch)
+            yield epoch
         self._finish()
 
     def steps(self, loader):
