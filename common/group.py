@@ -152,9 +152,9 @@ def _store(ranks, init_method, timeout):
     # torchrun serves the store that it announces in the environment itself.
     serve = ranks.rank == 0 and not (url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     listener = _listen(host, port) if serve and sys.platform != "win32" else None
-    return dist.TCPStore(
-        host, port, ranks.world_size, serve, timeout, master_listen_fd=listener.detach() if listener else None
-    )
+    # torch 2.6 does not answer on a socket of ours with libuv.
+    options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
+    return dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
 
 
 def _listen(host, port):

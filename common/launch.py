@@ -56,11 +56,12 @@ def one_line_errors(main):
             status = error.status
             name = launcher()
             first = not name or os.environ.get(LAUNCHERS[name][2], "0") == "0"
-            if not first and name != "srun":
-                # The first process of this machine tells it, and its end makes the launcher end this one. Where that
-                # does not happen, the error is this process's own. (srun ends nobody.)
+            waited_for = name == "srun" or mp.parent_process() is not None  # srun and `wait_for_ranks` let it speak
+            if not first and not waited_for:
+                # torchrun and mpirun end all as soon as one has ended, and the first process of this machine shall tell
+                # the error before. Where none ends this one meanwhile, the error is its own.
                 time.sleep(10)
-            if first or name != "srun":
+            if first or not waited_for:
                 sys.stderr.write(f"error: {error}\n")
         except KeyboardInterrupt:
             status = 130
