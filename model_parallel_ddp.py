@@ -1,4 +1,4 @@
-"""A model split over two devices, replicated by DDP: pipeline-free model parallelism times data parallelism.
+"""A model split over two devices, and replicated by DDP on every further pair of devices.
 
 When:  the model does not fit on one device but on two.
 Not:   when it fits on one: while one half computes, the other waits. For more than two devices see FSDP2 or pipelining.
@@ -26,6 +26,8 @@ def train(args, ranks, init_method):
     spare = 0 if args.device == "cpu" else torch.accelerator.device_count() - 2 * ranks.local_world_size
     if spare > 0:
         group.say(f"{spare} of the devices here left over: two for each process")
+    if spare < 0:
+        group.say(f"one device here: both halves of the model are on {dev0}")
     torch.manual_seed(args.seed)
 
     # 2. Data: each process loads its share of every global batch.

@@ -83,10 +83,9 @@ def default_processes(args, each=1):
 
     Raises `UserError` where there are more processes than devices.
     """
-    if args.nprocs is None:
-        args.nprocs = 2 if args.device == "cpu" else max(1, torch.accelerator.device_count() // each)
-    local_devices(args, Ranks(world_size=args.nprocs, local_world_size=args.nprocs), each)
-    return args.nprocs
+    nprocs = args.nprocs or (2 if args.device == "cpu" else max(1, torch.accelerator.device_count() // each))
+    local_devices(args, Ranks(world_size=nprocs, local_world_size=nprocs), each)
+    return nprocs
 
 
 def prepare(args, ranks, device):
@@ -131,7 +130,7 @@ def setup(args, ranks, devices, init_method):
     say(f"world size {world_size()}, device {args.device}, backend {args.backend}, threads per process {threads}")
     if ranks.launcher is None:
         accelerators = 0 if args.device == "cpu" else torch.accelerator.device_count()
-        say(f"for more processes: {torchrun_command(accelerators or 2)}")
+        say(f"to start a process per device: {torchrun_command(accelerators or 2)}")
 
 
 def cleanup():

@@ -157,16 +157,17 @@ def _local_ranks(name, rank, world_size, args):
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
         return _number("SLURM_LOCALID"), tasks[_number("SLURM_NODEID")]
+    # Started by hand these may be missing: a loopback address says that all processes are here.
     variable, size = LAUNCHERS[name][2:]
+    master = urlsplit(args.init_method).hostname or os.environ.get("MASTER_ADDR", "")
+    all_here = world_size == 1 or is_loopback(master)
     if variable in os.environ or args.local_rank is not None:
         local_rank = _number(variable, args.local_rank)
-        return local_rank, _number(size, local_rank + 1)
-    # Started by hand without LOCAL_RANK: a loopback address says that all are here.
-    if world_size == 1 or is_loopback(urlsplit(args.init_method).hostname or os.environ.get("MASTER_ADDR", "")):
-        return rank, world_size
-    if args.device != "cpu":
+    elif all_here or args.device == "cpu":
+        local_rank = rank if all_here else 0
+    else:
         raise UserError("the environment lacks LOCAL_RANK, which picks the device: 0 for a machine's first process, …")
-    return 0, 1
+    return local_rank, _number(size, world_size if all_here else local_rank + 1)
 
 
 def is_loopback(host):

@@ -275,13 +275,14 @@ class Run:
         model = unwrap(self.model)
         group.check_same_weights(model, self.device)
         memory = group.gather(peak_memory(self.model), self.device).flatten().tolist()
+        peaks = ", ".join(f"{mib:.0f}" for mib in memory)
         if len(memory) > 8:
-            memory = [min(memory), max(memory)]
+            peaks = f"{min(memory):.0f} to {max(memory):.0f}"
         speed = self.samples / self.seconds
         accuracy = f"{self._accuracy()}, " if self.score else ""
         group.say(
             f"done: {self.epoch + 1} epochs, {self.step_count} steps, loss {self.loss:.4f}, {accuracy}"
-            f"{speed:.0f} samples/s, peak memory per device {', '.join(f'{mib:.0f}' for mib in memory)} MiB"
+            f"{speed:.0f} samples/s, peak memory per device {peaks} MiB"
         )
         self.log.write(
             "end",

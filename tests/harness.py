@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,12 @@ TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
 
 def torchrun(nproc, script, *options):
     return (*TORCHRUN, f"--nproc_per_node={nproc}", script, *options)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @dataclass

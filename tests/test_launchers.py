@@ -9,16 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import PYTHON, torchrun
+from harness import PYTHON, free_port, torchrun
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 OPTIONS = ("--epochs", "1", "--metrics", "metrics.jsonl")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def header(world_size, threads):
@@ -29,7 +23,7 @@ def test_plain_python_says_how_to_start_more(kit):
     result = kit.run("python", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1")
     assert result.status == 0, result.err
     assert result.out.splitlines()[0] == header(1, CORES)
-    (line,) = [line for line in result.out.splitlines() if line.startswith("for more processes: ")]
+    (line,) = [line for line in result.out.splitlines() if line.startswith("to start a process per device: ")]
     command = shlex.split(line.partition(": ")[2])
     assert command == ["torchrun", "--nproc_per_node=2", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1"]
     assert kit.run(*torchrun(2, *command[2:])).status == 0
