@@ -59,7 +59,7 @@ def main():
     args = Arguments(__doc__, ddp=True, nprocs=True).parse_args()
     nprocs = group.default_processes(args)
     check_batch(args, nprocs)
-    with launch.spawning() as directory:
+    with launch.spawning(args) as directory:
         context = mp.spawn(train, (nprocs, directory, args), nprocs, join=False)
         launch.wait_for_ranks(context, directory)
 

@@ -75,7 +75,7 @@ def main():
     else:
         nprocs = group.default_processes(args, each=2)
         check_batch(args, nprocs)
-        with launch.spawning() as directory:
+        with launch.spawning(args) as directory:
             context = mp.spawn(spawned_train, (nprocs, directory, args), nprocs, join=False)
             launch.wait_for_ranks(context, directory)
 

@@ -20,6 +20,11 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_rank():
+    """The rank on this machine; 0 where the environment does not tell."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def say(line):
     """Print a line from rank 0, in one piece, so that it mixes with no other process's."""
     if rank() == 0:
@@ -135,7 +140,8 @@ def setup(args, ranks, devices, init_method):
 
 def cleanup():
     """Leave the process group. Only after success: with a rank gone it could wait for ever."""
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _store(ranks, init_method, timeout):
@@ -149,11 +155,16 @@ def _store(ranks, init_method, timeout):
     if url.scheme == "env":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun serves the store that it announces in the environment itself.
-    serve = ranks.rank == 0 and not (url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    served = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = ranks.rank == 0 and not served
     listener = _listen(host, port) if serve and sys.platform != "win32" else None
     # torch 2.6 does not answer on a socket of ours with libuv.
     options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
-    return dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
+    store = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
+    if served and ranks.one_machine:
+        # After a restart the ranks would meet those of the attempt before in it. Machines may differ in their counts.
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return store
 
 
 def _listen(host, port):
@@ -192,16 +203,25 @@ def gather(row, device):
     return torch.stack(rows).cpu()
 
 
-def from_rank_0(function):
-    """Call `function` on rank 0; every rank returns what it returned or raises the `RunError` that it raised."""
+def gather_objects(value):
+    """Every rank's value, anything that pickle takes, in a list."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank(source, function):
+    """Call `function` on rank `source`; every rank returns what it returned or raises the `RunError` that it raised."""
     answer = [None, None]
-    if rank() == 0:
+    if rank() == source:
         try:
             answer[0] = function()
         except RunError as error:
             answer[1] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(answer)
+        dist.broadcast_object_list(answer, source)
     if answer[1]:
         raise answer[1]
     return answer[0]

@@ -44,6 +44,10 @@ class UserError(RunError):
     status = 2
 
 
+class Stopped(Exception):
+    """All ranks stop, as a signal asked them to, after the snapshot was written: status 128 + its number."""
+
+
 def one_line_errors(main):
     """Decorate the entry of a process: a `RunError` becomes one line, Ctrl-C ends it without a traceback."""
 
@@ -63,11 +67,15 @@ def one_line_errors(main):
                 time.sleep(10)
             if first or not waited_for:
                 sys.stderr.write(f"error: {error}\n")
+        except Stopped as stopped:
+            status = 128 + stopped.args[0]
         except KeyboardInterrupt:
             status = 130
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and gloo's threads end
         # too: one that lets go of a tensor while the interpreter ends would abort the process.
         gc.collect()
+        for child in mp.active_children():
+            child.kill()  # a loader worker that did not end when asked, and would be waited for
         if status:
             sys.exit(status)
 
@@ -204,11 +212,21 @@ def _number(variable, default=None):
 
 
 @contextmanager
-def spawning():
-    """Yield a fresh directory, of mode 0700; on the way out, whatever the reason, end all children and remove it."""
+def spawning(args):
+    """Yield a fresh directory, of mode 0700; on the way out, whatever the reason, end all children and remove it.
+
+    With a snapshot, the first SIGTERM or Ctrl-C is passed on to the ranks, who save and stop by themselves.
+    """
+    received_at = None
 
     def stop(number, frame):
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        nonlocal received_at
+        if received_at is None and args.snapshot:
+            received_at = time.monotonic()
+            for child in mp.active_children():
+                os.kill(child.pid, number)
+        elif not args.snapshot or time.monotonic() - received_at > 1:  # not the same Ctrl-C, sent twice
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
     signals = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -270,7 +288,8 @@ def wait_for_ranks(context, directory):
     if isinstance(failure, ProcessRaisedException):
         sys.exit(f"error: rank {failure.error_index} failed{failure.msg}")
     if failure and failure.exit_code < 0:
-        sys.exit(f"error: rank {failure.error_index} was killed by {failure.signal_name}")
+        sys.stderr.write(f"error: rank {failure.error_index} was killed by {failure.signal_name}\n")
+        sys.exit(128 - failure.exit_code)
     if failure:
         sys.exit(failure.exit_code)  # the rank has said why
 

@@ -4,9 +4,12 @@ import argparse
 import hashlib
 import json
 import math
+import os
+import signal
 import sys
 import time
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset
 from tqdm import tqdm
 
-from common import group
-from common.launch import UserError, die_with_parent
+from common import group, snapshot
+from common.launch import Stopped, UserError, die_with_parent
 
 # -------------------------------------------------------------------------------------------------- options
 
@@ -43,6 +46,8 @@ class Arguments(argparse.ArgumentParser):
         add("--compile", action="store_true", help="torch.compile the model")
         add("--workers", type=whole(0), default=0, metavar="N", help="DataLoader workers per process; default 0")
         add("--threads", type=whole(1), metavar="N", help="CPU threads per process; default: its share of the cores")
+        add("--snapshot", type=Path, metavar="PATH", help="save to PATH and, where it exists, go on from it")
+        add("--save-every", type=whole(1), metavar="N", help="save every N steps too, not just after each epoch")
         add("--timeout", type=positive, default=600, metavar="SECONDS", help="of waiting for others; default 600")
         add("--metrics", type=Path, metavar="PATH", help="append one JSON object a line")
         add("--tensorboard", metavar="DIR", help="write scalars for TensorBoard")
@@ -57,6 +62,10 @@ class Arguments(argparse.ArgumentParser):
 
     def parse_args(self, *args):
         options = super().parse_args(*args)
+        if options.save_every and not options.snapshot:
+            raise UserError("--save-every needs --snapshot PATH: the file to save to")
+        if options.snapshot and not options.snapshot.name:
+            raise UserError(f"--snapshot {options.snapshot}: give the path of a file")
         options.device = group.resolve_device(options.device)
         if "backend" in options:
             options.backend = group.resolve_backend(options.backend, options.device)
@@ -147,9 +156,59 @@ def loader_options(args, device):
         num_workers=args.workers,
         pin_memory=device.type != "cpu",
         persistent_workers=args.workers > 0,
-        worker_init_fn=die_with_parent,
+        worker_init_fn=start_worker,
         timeout=args.timeout if args.workers else 0,
     )
+
+
+def start_worker(_worker):
+    die_with_parent()
+    # Ctrl-C and schedulers signal all processes, but this one's rank needs its batches until all ranks stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def iterate(loader):
+    """`iter(loader)`, which draws a seed for the workers, without a trace in the random state."""
+    with torch.random.fork_rng(devices=[]):
+        return iter(loader)
+
+
+# --------------------------------------------------------------------------------------------------- stopping
+
+
+class Stop:
+    """The agreement of the ranks on whether to stop since one of them got SIGTERM or Ctrl-C, about once a second."""
+
+    received = 0  # number of the signal
+    received_at = 0.0
+
+    def __init__(self, device):
+        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
+
+    @classmethod
+    def listen(cls):
+        signal.signal(signal.SIGTERM, cls._receive)
+        signal.signal(signal.SIGINT, cls._receive)
+
+    @classmethod
+    def _receive(cls, number, frame):
+        if not cls.received:
+            cls.received, cls.received_at = number, time.monotonic()
+        elif time.monotonic() - cls.received_at > 1:  # sooner it is the same one, which the launcher passes on
+            os._exit(128 + number)
+
+    def agreed(self):
+        """Called after each step by all ranks: the number of the signal that one of them received, or 0."""
+        self.left -= 1
+        if self.left:
+            return 0
+        now = time.monotonic()
+        received, seconds = group.gather([self.received, now - self.start], self.device).amax(0).tolist()
+        # The same on all ranks. It doubles at most, so that one fast step does not put the next check far off.
+        self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
+        self.start = now
+        return int(received)
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -162,10 +221,14 @@ def autocast(args):
 
 
 def unwrap(model):
-    """The user's own model inside DDP or DataParallel."""
-    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        model = model.module
-    return model
+    """The user's own model inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
 
 
 class Run:
@@ -173,23 +236,53 @@ class Run:
 
     def __init__(self, args, model, optimizer, sampler, device):
         self.args, self.model, self.optimizer, self.sampler, self.device = args, model, optimizer, sampler, device
-        self.epoch = self.step_count = self.samples = 0
-        self.seconds = 0.0
+        self.epoch = self.step_in_epoch = self.step_count = self.samples = 0
+        self.seconds = self.loss_sum = 0.0
         self.loss = self.score = self.test_loader = None
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
         self.log = Log(args)
-        group.from_rank_0(self.log.open)
+        group.from_rank(0, self.log.open)
         # The weights came from the common seed; what is random from here on differs from rank to rank.
-        torch.manual_seed(args.seed * 2**20 + group.rank() + 1)
+        snapshot.seed(args.seed)
+        self.snapshots = self.warm_up = None
+        if args.snapshot:
+            self.snapshots = snapshot.Snapshots(args, model, optimizer, self.scaler, sampler.size)
+            self._resume(self.snapshots.resume())
+            self.stop_training, self.stop_evaluating = Stop(device), Stop(device)
+            Stop.listen()
+
+    def _resume(self, position):
+        self.saved = position and position["step_count"]
+        if not position:
+            return
+        self.epoch, self.step_in_epoch = position["epoch"], position["step"]
+        self.step_count, self.loss_sum = position["step_count"], position["loss_sum"]
+        self.warm_up = isinstance(self.model, nn.parallel.DistributedDataParallel) and group.world_size() > 2
+        at = f"{self.args.snapshot} after {self._at()}"
+        if self._left():
+            group.say(f"goes on from {at}")
+        else:
+            group.say(f"nothing left to train in {at}: to go on, raise --epochs{' or --steps' * bool(self.args.steps)}")
+
+    def _at(self):
+        return f"step {self.step_in_epoch}/{self.sampler.steps} of epoch {self.epoch + 1}, {self.step_count} in all"
+
+    def _left(self):
+        """How many steps are left, in this epoch and the ones after it."""
+        left = (self.args.epochs - self.epoch) * self.sampler.steps - self.step_in_epoch
+        if self.args.steps:
+            left = min(left, self.args.steps - self.step_count)
+        return max(0, left)
 
     def epochs(self):
         """Iterate over the epochs; after the last, compare the ranks' weights and report."""
-        for epoch in range(self.args.epochs):
-            if self.step_count == self.args.steps:
-                break
-            self.epoch = epoch
-            self.sampler.set_epoch(epoch)
-            yield epoch
+        # An epoch whose steps were all taken is entered again, for its evaluation alone.
+        self.sampler.set_epoch(self.epoch, self.step_in_epoch)
+        yield self.epoch
+        while self._left():
+            self.epoch, self.step_in_epoch, self.loss_sum = self.epoch + 1, 0, 0.0
+            self.sampler.set_epoch(self.epoch)
+            yield self.epoch
         self._finish()
 
     def steps(self, loader):
@@ -199,25 +292,77 @@ class Run:
         if any(length != batches for length in lengths):
             # With gloo a rank that goes on alone could add a metric of the others to its gradient.
             raise UserError(f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler")
-        steps = batches // self.args.accum
-        if self.args.steps:
-            steps = min(steps, self.args.steps - self.step_count)
-
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        steps = min(batches // self.args.accum, self._left())
+        self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
         title = f"epoch {self.epoch + 1}/{self.args.epochs}"
         start = time.perf_counter()
         # disable=None: no bar where stderr is no terminal
         with tqdm(total=steps, desc=title, leave=False, disable=None if group.rank() == 0 else True) as bar:
-            loader = iter(loader)
+            batches = iterate(loader) if steps else None
+            if self.warm_up and steps:
+                batches = self._warm_up(batches)
             for _ in range(steps):
-                yield self._micro_batches(loader)
-                loss_sum += self.step_loss
+                yield self._micro_batches(batches)
+                self.losses += self.step_loss
+                self.step_in_epoch += 1
                 bar.update()
+                if self.snapshots:
+                    self._after_step()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - start
         self.samples += steps * self.args.batch_size
-        self.loss = group.total(loss_sum).item() / (steps * group.world_size())
+        if self.snapshots:
+            self._save()
+        self._sum_losses()
+        self.loss = self.loss_sum / self.step_in_epoch
+
+    def _warm_up(self, batches):
+        """Go forward and backward with the first batch, leaving no trace, and return all batches again.
+
+        After its first backward DDP arranges the gradients anew, in the order in which they became ready. From then on
+        three ranks and more add them up in another order, so that without this a run that goes on would differ in the
+        last digits. It costs one step of a run; find_unused_parameters=True avoids the rearrangement, but costs time in
+        every step.
+        """
+        self.warm_up = False
+        first = next(batches)
+        device = next(self.model.parameters()).device
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        states = snapshot.random_states(self.model)
+        with autocast(self.args):
+            outputs = self.model(first[0].to(device, non_blocking=True))
+        sum(output.sum() for output in snapshot.tensors(outputs) if output.requires_grad).backward()
+        self.optimizer.zero_grad()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        snapshot.set_random_states(states, self.model)
+        return chain([first], batches)
+
+    def _sum_losses(self):
+        """Add the losses since the last call, which are each rank's own, to the epoch's sum of mean losses."""
+        self.loss_sum += group.total(self.losses).item() / group.world_size()
+        self.losses.zero_()
+
+    def _after_step(self):
+        if number := self.stop_training.agreed():
+            self._stop(number)
+        if self.args.save_every and self.step_count % self.args.save_every == 0:
+            self._save()
+
+    def _save(self):
+        if self.saved != self.step_count:
+            self._sum_losses()
+            position = {"epoch": self.epoch, "step": self.step_in_epoch, "step_count": self.step_count}
+            self.snapshots.save(position | {"loss_sum": self.loss_sum})
+            self.saved = self.step_count
+
+    def _stop(self, number):
+        self._save()
+        name = signal.Signals(number).name
+        group.say(f"stopped by {name} after {self._at()}: the same command goes on from {self.args.snapshot}")
+        group.cleanup()
+        raise Stopped(number)
 
     def _micro_batches(self, loader):
         self.step_loss = 0
@@ -256,11 +401,14 @@ class Run:
         group.share_buffers(model)
         model.eval()
         device, correct, total = next(model.parameters()).device, 0, 0
-        for inputs, labels in self.test_loader:
+        everywhere = len(test_set) // world_size // self.args.batch_size  # batches that each rank has
+        for batch, (inputs, labels) in enumerate(iterate(self.test_loader)):
             with autocast(self.args):
                 outputs = model(inputs.to(device, non_blocking=True))
             correct += score(outputs, labels.to(outputs.device, non_blocking=True))
             total += len(labels)
+            if self.snapshots and batch < everywhere and (number := self.stop_evaluating.agreed()):
+                self._stop(number)
         model.train()
         correct, total = group.total(torch.tensor([int(correct), total], device=self.device)).tolist()
         self.score = {"accuracy": correct / total, "correct": correct, "total": total}
@@ -278,7 +426,7 @@ class Run:
         peaks = ", ".join(f"{mib:.0f}" for mib in memory)
         if len(memory) > 8:
             peaks = f"{min(memory):.0f} to {max(memory):.0f}"
-        speed = self.samples / self.seconds
+        speed = self.samples / self.seconds if self.samples else 0.0
         accuracy = f"{self._accuracy()}, " if self.score else ""
         group.say(
             f"done: {self.epoch + 1} epochs, {self.step_count} steps, loss {self.loss:.4f}, {accuracy}"
@@ -305,10 +453,7 @@ def weights_sha256(model):
 
 def peak_memory(model):
     """Peak memory in MiB of each device that this process trains on."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if isinstance(model, nn.DataParallel):
-        devices |= {torch.device(next(iter(devices)).type, index) for index in model.device_ids}
-    devices = sorted(devices, key=str)
+    devices = snapshot.devices(model)
     if devices[0].type != "cpu":
         module = torch.get_device_module(devices[0])
         return [module.max_memory_allocated(device) / 2**20 for device in devices]
