@@ -9,6 +9,11 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+# DDP imports this module, whose functions take the group of that moment for a default and so keep it alive: imported
+# before there is a group, they do not, and gloo's threads end with it. Else one of them could abort the interpreter
+# at its end, by letting go of a tensor then.
+import torch.distributed.nn
+
 from common.launch import Ranks, RunError, UserError, is_loopback, torchrun_command
 
 

@@ -71,11 +71,16 @@ def one_line_errors(main):
             status = 128 + stopped.args[0]
         except KeyboardInterrupt:
             status = 130
-        # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and gloo's threads end
-        # too: one that lets go of a tensor while the interpreter ends would abort the process.
-        gc.collect()
-        for child in mp.active_children():
-            child.kill()  # a loader worker that did not end when asked, and would be waited for
+        finally:
+            # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
+            # threads: one that lets go of a tensor while the interpreter ends would abort the process.
+            gc.collect()
+            # After an exception loader workers are still there. They ignore SIGTERM, and Python would wait for them.
+            workers = mp.active_children()
+            if workers and sys.platform != "win32":
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
+            for worker in workers:
+                worker.kill()
         if status:
             sys.exit(status)
 

@@ -86,8 +86,8 @@ class Snapshots:
         group.from_rank(0, lambda: self._write(position, states))
 
     def _check_place(self):
-        self.temporary.unlink(missing_ok=True)  # of a run that was killed while it saved
         try:
+            self.temporary.unlink(missing_ok=True)  # of a run that was killed while it saved
             with self.temporary.open("xb"):
                 pass
             self.temporary.unlink()
