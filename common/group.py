@@ -14,7 +14,7 @@ import torch.distributed as dist
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
 
-from common.launch import Ranks, RunError, UserError, is_loopback, torchrun_command
+from common.launch import Ranks, RunError, UserError, is_loopback, released_last, torchrun_command
 
 
 def rank():
@@ -146,6 +146,7 @@ def setup(args, ranks, devices, init_method):
 def cleanup():
     """Leave the process group. Only after success: with a rank gone it could wait for ever."""
     if dist.is_initialized():
+        released_last.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

@@ -32,6 +32,9 @@ LAUNCHERS = {
 }
 
 
+released_last = []  # the process group, when `group.cleanup` has left it
+
+
 class RunError(Exception):
     """What went wrong and what to do, found by all processes of a machine alike: one line, status 1."""
 
@@ -73,8 +76,10 @@ def one_line_errors(main):
             status = 130
         finally:
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
-            # threads: one that lets go of a tensor while the interpreter ends would abort the process.
+            # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
+            # the last to release the group: it would wait for these threads while they wait for Python's lock.
             gc.collect()
+            released_last.clear()
             # After an exception loader workers are still there. They ignore SIGTERM, and Python would wait for them.
             workers = mp.active_children()
             if workers and sys.platform != "win32":
