@@ -56,9 +56,10 @@ def one_line_errors(main):
 
     @functools.wraps(main)
     def wrapper(*args):
-        status = 0
+        status, finished = 0, False
         try:
             main(*args)
+            finished = True
         except RunError as error:
             status = error.status
             name = launcher()
@@ -75,21 +76,26 @@ def one_line_errors(main):
         except KeyboardInterrupt:
             status = 130
         finally:
+            if not finished:
+                _kill_workers()  # they may be in the midst of something, and would be waited for
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
             # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
             # the last to release the group: it would wait for these threads while they wait for Python's lock.
             gc.collect()
             released_last.clear()
-            # After an exception loader workers are still there. They ignore SIGTERM, and Python would wait for them.
-            workers = mp.active_children()
-            if workers and sys.platform != "win32":
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
-            for worker in workers:
-                worker.kill()
+            _kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
         if status:
             sys.exit(status)
 
     return wrapper
+
+
+def _kill_workers():
+    workers = mp.active_children()
+    if workers and sys.platform != "win32":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
+    for worker in workers:
+        worker.kill()
 
 
 # ------------------------------------------------------------------------------------- started by a launcher

@@ -80,7 +80,7 @@ def agree(kit, command, *options, clip=None):
     return max((state[name] - weights[name]).abs().max().item() for state in saved for name in weights)
 
 
-SOON = ("dp", "spawn-2", "spawn-3", "torchrun-2", "torchrun-accum-4", "model-parallel")
+SOON = ("dp", "spawn-2", "torchrun-2", "model-parallel")
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,15 @@ def test_agreement_with_the_plain_loop(kit, command, record_property):
 
 @pytest.mark.parametrize(
     "command",
-    [COMMANDS["spawn-2"], pytest.param(COMMANDS["torchrun-accum-4"], marks=pytest.mark.slow)],
+    [COMMANDS["spawn-2"], COMMANDS["torchrun-accum-4"]],
     ids=["spawn", "accum"],
 )
+@pytest.mark.slow
 def test_agreement_of_clipping(kit, command):
     assert agree(kit, command, "--clip", "0.5", clip=0.5) < 1e-9
 
 
+@pytest.mark.slow
 def test_micro_batches_communicate_once_a_step(kit):
     """DDP's communication hook counts: one all-reduce a step (the model fits into one bucket), whatever --accum is."""
     kit.edit(

@@ -39,7 +39,7 @@ def training(kit):
     "command, code, line",
     [
         (SPAWN, "raise ValueError('no luck')", "error: rank 1 failed"),
-        (PAIRS, "raise ValueError('no luck')", "error: rank 1 failed"),
+        pytest.param(PAIRS, "raise ValueError('no luck')", "error: rank 1 failed", marks=pytest.mark.slow),
         (SPAWN, "sys.exit(0)", "error: rank 1 left with status 0 before its training was finished"),
         (PAIRS, "os._exit(0)", "error: rank 1 left with status 0 before its training was finished"),
         (SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was killed by SIGKILL"),
@@ -73,8 +73,12 @@ def test_ranks_that_differ(kit, command):
     assert result.errors == ["error: the weights of rank 1 differ from those of rank 0, first in net2.bias"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("shell", ["foreground", "background"])
+@pytest.mark.parametrize(
+    "number, status",
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
+)
+@pytest.mark.parametrize("shell", ["foreground", pytest.param("background", marks=pytest.mark.slow)])
 def test_signal_to_the_parent(kit, number, status, shell):
     workers = 1 if shell == "foreground" else 0
     command = (*SPAWN, *LONG, "--workers", workers)
@@ -121,10 +125,11 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
 def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     """One that lets go of a tensor while the interpreter ends would abort the process, now and then."""
     clear = "            released_last.clear()\n"
-    tell = "            for comm in Path('/proc/self/task').glob('*/comm'):\n                print('thread', comm.read_text())\n"
+    threads = "[comm.read_text() for comm in Path('/proc/self/task').glob('*/comm')]"
+    tell = f"            print('at the end', {threads})\n"
     kit.edit("common/launch.py", clear, clear + tell)
     result = kit.run(*command, "--epochs", "1")
-    assert result.status == 0 and "thread p" in result.out and "gloo_" not in result.out, result
+    assert result.status == 0 and "at the end [" in result.out and "gloo_" not in result.out, result
 
 
 def listening(pids):

@@ -32,14 +32,14 @@ def test_plain_python_says_how_to_start_more(kit):
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("threads", [None, 3])
+@pytest.mark.parametrize("threads", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_threads_are_shared_under_torchrun(kit, threads):
     options = ("--threads", threads) if threads else ()
     result = kit.run(*torchrun(2, "ddp_torchrun.py", *OPTIONS, *options))
     assert header(2, threads or max(1, CORES // 2)) in result.out.splitlines()
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+@pytest.mark.parametrize("spelling", ["--local-rank", pytest.param("--local_rank", marks=pytest.mark.slow)])
 def test_local_rank_as_an_argument(kit, spelling):
     """As torch.distributed.launch passes it, with and without the environment that goes before it."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}

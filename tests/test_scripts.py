@@ -59,6 +59,7 @@ def test_steps_end_the_run(kit):
     assert result.out.splitlines()[-1].startswith("done: 2 epochs, 20 steps, ")
 
 
+@pytest.mark.slow
 def test_same_arguments_same_weights(kit):
     options = ("--epochs", "2", "--metrics", "metrics.jsonl")
     spawn, alone = ("python", "ddp_spawn.py", "--nprocs", "2"), COMMANDS["dp_train"]
@@ -98,6 +99,7 @@ def test_progress_bar_on_a_terminal(kit):
     assert [line.split(":")[0] for line in result.out.splitlines()[1:]] == ["epoch 1/2", "epoch 2/2", "done"]
 
 
+@pytest.mark.slow
 def test_tensorboard(kit):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -112,6 +114,7 @@ def test_tensorboard(kit):
     assert len(board.Scalars("accuracy")) == 2
 
 
+@pytest.mark.slow
 def test_without_tensorboard(kit):
     # A directory before site-packages in which the package cannot be imported stands for its absence.
     (kit.path / "tensorboard.py").write_text("raise ImportError('not installed')")
