@@ -279,7 +279,7 @@ class Run:
         # An epoch whose steps were all taken is entered again, for its evaluation alone.
         self.sampler.set_epoch(self.epoch, self.step_in_epoch)
         yield self.epoch
-        while self._left():
+        while self._left() and self.epoch + 1 < self.args.epochs:
             self.epoch, self.step_in_epoch, self.loss_sum = self.epoch + 1, 0, 0.0
             self.sampler.set_epoch(self.epoch)
             yield self.epoch

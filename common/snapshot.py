@@ -104,7 +104,7 @@ class Snapshots:
         way_out = f"`mv {self.previous} {self.path}` to go on from the one before it" if previous else ""
         try:
             kind = self.path.lstat().st_mode
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if previous:
                 raise UserError(
                     f"--snapshot {self.path} is missing but {self.previous} is there: {way_out}, or move that away as "
@@ -143,20 +143,22 @@ class Snapshots:
         return None
 
     def _write(self, position, states):
-        state = {
-            "model": plain_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "random": states,
-            "settings": self.settings,
-            "position": position,
-            "world_size": group.world_size(),
-            "torch": str(torch.__version__),
-            "id": secrets.token_hex(8),
-        }
+        state = to_cpu(
+            {
+                "model": plain_state(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "random": states,
+                "settings": self.settings,
+                "position": position,
+                "world_size": group.world_size(),
+                "torch": str(torch.__version__),
+                "id": secrets.token_hex(8),
+            }
+        )
         try:
             with self.temporary.open("xb") as file:
-                torch.save(to_cpu(state), file)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             if self.path.exists():

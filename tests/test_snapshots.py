@@ -84,11 +84,10 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
         slow(TORCHRUN, ("--accum", "4", "--workers", "1"), 100),
         slow(torchrun(3, "ddp_torchrun.py"), ("--precision", "bf16", "--clip", "1"), 30),
         slow(torchrun(4, "ddp_torchrun.py"), (), 23),
-        slow((*SPAWN, "--nprocs", "4"), ("--accum", "2"), 40),
         slow(PARALLEL, ("--accum", "2"), 40),
         slow((*PAIRS, "--nprocs", "3"), (), 20),
     ],
-    ids=["W3", "alone", "W2", "W3-bf16", "W4", "spawn-W4", "dp", "pairs-W3"],
+    ids=["W3", "alone", "W2", "W3-bf16", "W4", "dp", "pairs-W3"],
 )
 def test_killed_in_the_middle_of_an_epoch(kit, command, options, call):
     harden(kit)
@@ -130,10 +129,9 @@ def test_only_the_remaining_samples_are_loaded(kit):
         slow(TORCHRUN, torchrun(4, "ddp_torchrun.py")),
         slow(torchrun(3, "ddp_torchrun.py"), ALONE),
         slow((*PAIRS, "--nprocs", "2"), PARALLEL),
-        slow((*SPAWN, "--nprocs", "2"), torchrun(3, "model_parallel_ddp.py")),
         slow(TORCHRUN, PARALLEL),
     ],
-    ids=["dp-pairs", "2-4", "3-1", "pairs-dp", "spawn-pairs", "2-dp"],
+    ids=["dp-pairs", "2-4", "3-1", "pairs-dp", "2-dp"],
 )
 def test_at_another_size(kit, first, then):
     options = ("--precision", "fp64", "--epochs", "3")
@@ -150,7 +148,7 @@ def test_at_another_size(kit, first, then):
 def test_many_kills(kit, command):
     """One rank, all ranks or the launcher, at random moments, also while it starts: 20 in training."""
     harden(kit)
-    command = (*command, "--epochs", "200", "--accum", "2")
+    command = (*command, "--epochs", "120", "--accum", "2")
     undisturbed = digest(kit, *command, timeout=300)
     moments, kills, steps = random.Random(7), {"rank": 0, "all": 0, "launcher": 0, "starting": 0}, [0]
     while sum(kills.values()) - kills["starting"] < 20:
@@ -159,7 +157,7 @@ def test_many_kills(kit, command):
         starting = moments.random() < 0.2
         if not starting:
             run.wait_for(lambda lines=lines: len(kit.metrics("killed.jsonl")) > lines)
-        time.sleep(moments.random() * (3 if starting else 0.5))
+        time.sleep(moments.random() * (3 if starting else 0.3))
         kind = moments.choice(["rank", "all", "launcher"])
         kills["starting" if starting else kind] += 1
         if kind == "all":
@@ -174,7 +172,7 @@ def test_many_kills(kit, command):
             steps.append(load(kit)["position"]["step_count"])
             assert steps[-1] >= steps[-2]
     print(f"killed {kills}, snapshots at steps {steps}")
-    assert len(set(steps)) > 10 and steps[-1] < 2800
+    assert len(set(steps)) > 10 and steps[-1] < 1680
     assert digest(kit, *command, *SNAPSHOT, timeout=300) == undisturbed
 
 
