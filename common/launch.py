@@ -239,7 +239,7 @@ def spawning(args):
         nonlocal received_at
         if received_at is None and args.snapshot:
             received_at = time.monotonic()
-            for child in mp.active_children():
+            for child in mp.active_children() if sys.platform != "win32" else []:
                 os.kill(child.pid, number)
         elif not args.snapshot or time.monotonic() - received_at > 1:  # not the same Ctrl-C, sent twice
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

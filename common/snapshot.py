@@ -123,13 +123,15 @@ class Snapshots:
         except Exception as error:  # whatever a foreign file brings about
             raise UserError(f"--snapshot {self.path} cannot be read: {_cause(error)}; {way_out}") from None
         if difference:
-            raise UserError(f"--snapshot {self.path} {difference}; {way_out}")
+            raise UserError(
+                f"--snapshot {self.path} {difference}: change that back, or give another path to start anew"
+            )
         return state
 
     def _difference(self, state):
-        """What makes a loaded file no snapshot of this run, or None."""
+        """What makes a loaded snapshot another run's, or None. Raises `ValueError` where it is no snapshot."""
         if not isinstance(state, dict) or not {"settings", "position", "random", "id"} <= state.keys():
-            return "is no snapshot of this kit, though torch can read it"
+            raise ValueError("torch reads it, but it is no snapshot of this kit")
         for name, mine in self.settings.items():
             if (saved := state["settings"].get(name)) != mine:
                 return f"is of a run with {name} {saved}, this run has {mine}"

@@ -383,7 +383,7 @@ BAD = {
     "flipped": (flip, "in it is damaged"),
     "pickle": (lambda path: path.write_bytes(pickle.dumps(Code())), "cannot be read: File is not a zip file"),
     "code": (lambda path: torch.save({"model": Code()}, path), "it holds code, posix.system, which is not run"),
-    "foreign": (lambda path: torch.save({"net.weight": torch.ones(2)}, path), "is no snapshot of this kit"),
+    "foreign": (lambda path: torch.save({"net.weight": torch.ones(2)}, path), "it is no snapshot of this kit"),
 }
 
 
@@ -447,7 +447,8 @@ def test_snapshot_of_another_run(saved):
             "is of another model: net1.weight is [64, 64] float32 there, [64, 64] float64 in this run",
         ),
     ]:
-        assert words in refused(saved, *PARALLEL, *SNAPSHOT, *options)
+        line = refused(saved, *PARALLEL, *SNAPSHOT, *options)
+        assert words in line and line.endswith("change that back, or give another path to start anew")
 
 
 def test_snapshot_of_another_job(saved):
