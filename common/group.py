@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,8 @@ import torch.distributed as dist
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
 
-from common.launch import Ranks, RunError, UserError, is_loopback, released_last, torchrun_command
+from common import meeting
+from common.launch import Ranks, RunError, UserError, released_last, torchrun_command
 
 
 def rank():
@@ -117,7 +117,7 @@ def prepare(args, ranks, device):
 
 
 def setup(args, ranks, devices, init_method):
-    """Join the process group. Raises `UserError` where rank 0 cannot listen on the port it was given."""
+    """Join the process group. See `meeting` for what it raises."""
     if ranks.one_machine:
         # By itself gloo listens on the address of the host's name, NCCL on any interface.
         for _, name in socket.if_nameindex() if sys.platform != "win32" else []:
@@ -128,14 +128,24 @@ def setup(args, ranks, devices, init_method):
     timeout = timedelta(seconds=args.timeout)
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
-    dist.init_process_group(
-        args.backend,
-        store=_store(ranks, init_method, timeout),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-        device_id=devices[0] if bound else None,
-    )
+    store, host = meeting.open_store(ranks, init_method, timeout)
+    meeting.meet(store, host, ranks, args)
+    try:
+        dist.init_process_group(
+            args.backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=devices[0] if bound else None,
+        )
+    except RuntimeError as error:
+        if ranks.one_machine:
+            raise
+        raise RunError(
+            f"{socket.gethostname()} does not reach the other machines through {os.environ.get('GLOO_SOCKET_IFNAME')} "
+            f"({str(error).partition(chr(10))[0]}): let all ports between them be open, or see GLOO_SOCKET_IFNAME"
+        ) from None
     threads = torch.get_num_threads()
     say(f"world size {world_size()}, device {args.device}, backend {args.backend}, threads per process {threads}")
     if ranks.launcher is None:
@@ -148,44 +158,6 @@ def cleanup():
     if dist.is_initialized():
         released_last.append(dist.group.WORLD)
         dist.destroy_process_group()
-
-
-def _store(ranks, init_method, timeout):
-    """The store through which the ranks find each other."""
-    url = urlsplit(init_method)
-    if ranks.launcher is None:
-        return dist.HashStore()  # alone: no port is needed
-    if url.scheme == "file":
-        return next(dist.rendezvous(init_method, ranks.rank, ranks.world_size))[0]
-    host, port = url.hostname, url.port
-    if url.scheme == "env":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun serves the store that it announces in the environment itself.
-    served = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = ranks.rank == 0 and not served
-    listener = _listen(host, port) if serve and sys.platform != "win32" else None
-    # torch 2.6 does not answer on a socket of ours with libuv.
-    options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
-    store = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
-    if served and ranks.one_machine:
-        # After a restart the ranks would meet those of the attempt before in it. Machines may differ in their counts.
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    return store
-
-
-def _listen(host, port):
-    """A socket for the store; torch's own would listen on all addresses, even where the host is loopback."""
-    try:
-        if is_loopback(host):
-            return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(
-            f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
-            "MASTER_PORT, torchrun's --master_port or --init-method"
-        ) from None
 
 
 # ------------------------------------------------------------------------------------------ among the ranks

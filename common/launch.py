@@ -3,14 +3,12 @@
 import ctypes
 import functools
 import gc
-import ipaddress
 import logging
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,8 @@ from urllib.parse import urlsplit
 
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
+
+from common import machines
 
 # Which variables tell rank, world size, local rank and local world size.
 LAUNCHERS = {
@@ -184,7 +184,7 @@ def _local_ranks(name, rank, world_size, args):
     # Started by hand these may be missing: a loopback address says that all processes are here.
     variable, size = LAUNCHERS[name][2:]
     master = urlsplit(args.init_method).hostname or os.environ.get("MASTER_ADDR", "")
-    all_here = world_size == 1 or is_loopback(master)
+    all_here = world_size == 1 or machines.is_loopback(master)
     if variable in os.environ or args.local_rank is not None:
         local_rank = _number(variable, args.local_rank)
     elif all_here or args.device == "cpu":
@@ -192,14 +192,6 @@ def _local_ranks(name, rank, world_size, args):
     else:
         raise UserError("the environment lacks LOCAL_RANK, which picks the device: 0 for a machine's first process, …")
     return local_rank, _number(size, world_size if all_here else local_rank + 1)
-
-
-def is_loopback(host):
-    """Whether a name or address leads to this machine alone."""
-    try:
-        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
-    except OSError:  # not known, or not known yet
-        return False
 
 
 def _set_master(name, one_machine):

@@ -1,0 +1,208 @@
+"""How the ranks meet: the store through which they find each other, who has come, and whether all are alike."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from common import machines
+from common.launch import RunError, UserError
+
+# What may differ from process to process.
+OWN_ARGUMENTS = ("local_rank", "threads", "init_method")
+OWN_PATHS = ("snapshot", "metrics", "tensorboard")
+
+
+def open_store(ranks, init_method, timeout):
+    """(the store through which the ranks find each other, the host that serves it or None).
+
+    Raises `UserError` where rank 0 cannot listen on the port it was given, `RunError` where it cannot be reached.
+    """
+    url = urlsplit(init_method)
+    if ranks.launcher is None:
+        return dist.HashStore(), None  # alone: no port is needed
+    if url.scheme == "file":
+        return next(dist.rendezvous(init_method, ranks.rank, ranks.world_size))[0], None
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # torchrun serves the store that it announces in the environment itself.
+    served = url.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if served and not ranks.one_machine and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        # After a restart the ranks would find in it where those of the attempt before were.
+        raise UserError(
+            "--max-restarts on several machines: start by ddp_multinode.sh --elastic, or give torchrun "
+            "--rdzv-backend=c10d and the environment TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+    serve = ranks.rank == 0 and not served
+    listener = _listen(host, port) if serve and sys.platform != "win32" else None
+    # torch 2.6 does not answer on a socket of ours with libuv.
+    options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
+    try:
+        tcp = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
+    except dist.DistError as error:
+        raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {host}, port {port}: {_first_line(error)}") from None
+    if served:
+        tcp = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", tcp)
+    return tcp, host
+
+
+def _listen(host, port):
+    """A socket for the store; torch's own would listen on all addresses, even where the host is loopback."""
+    try:
+        if machines.is_loopback(host):
+            return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(
+            f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
+            "MASTER_PORT, torchrun's --master_port or --init-method"
+        ) from None
+
+
+def _first_line(error):
+    return str(error).partition("\n")[0]
+
+
+def meet(store, host, ranks, args):
+    """Wait until all ranks have come to the store, see that their machines are alike, and choose gloo's interface.
+
+    Raises on all ranks `RunError` where some do not come within `args.timeout`, and names them; `UserError` where the
+    machines differ in torch, files or arguments.
+    """
+    if ranks.world_size == 1:
+        return
+    store = dist.PrefixStore("meeting", store)
+    mine = _describe(ranks, args, host)
+    store.set(str(ranks.rank), json.dumps(mine))
+    if ranks.rank == 0:
+        verdict = _judge(store, ranks, args)
+        store.set("verdict", json.dumps(verdict))
+    else:
+        verdict = _wait_for_verdict(store, args.timeout)
+    store.add("read", 1)
+    if verdict["error"]:
+        end = time.monotonic() + 3
+        # Rank 0 may serve the store, and stays until the others have read it.
+        while ranks.rank == 0 and store.add("read", 0) < verdict["came"] and time.monotonic() < end:
+            time.sleep(0.01)
+        raise (UserError if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
+    if not ranks.one_machine:
+        _set_interface(mine["address"], verdict["outside"], ranks)
+
+
+def _describe(ranks, args, host):
+    """What the others are told of this rank."""
+    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", ranks.rank // ranks.local_world_size))
+    mine = {"node": int(node), "host": socket.gethostname(), "first_rank": ranks.rank - ranks.local_rank}
+    mine |= {"processes": ranks.local_world_size, "address": None, "error": "", "alike": {}}
+    if ranks.one_machine:
+        return mine
+    with contextlib.suppress(OSError):  # no route, which the store has told, or no master in a file's store
+        mine["address"] = machines.address_towards(host or "192.0.2.1")  # anywhere outside
+    mine["alike"] = (
+        {"torch": torch.__version__}
+        | _digests()
+        | {
+            f"--{name.replace('_', '-')}": bool(value) if name in OWN_PATHS else str(value)
+            for name, value in sorted(vars(args).items())
+            if name not in OWN_ARGUMENTS
+        }
+    )
+    interfaces = [name for _, name in socket.if_nameindex()] if sys.platform != "win32" else []
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if interfaces and name not in interfaces:
+            mine["error"] = (
+                f"GLOO_SOCKET_IFNAME has {name!r} on {mine['host']}, whose interfaces are {', '.join(interfaces)}: "
+                "name one of them, or leave it unset"
+            )
+    return mine
+
+
+def _digests():
+    """{name: digest} of the script and what it imports from beside it."""
+    root = Path(sys.argv[0]).resolve().parent
+    paths = {
+        Path(module.__file__).resolve() for module in list(sys.modules.values()) if getattr(module, "__file__", None)
+    }
+    own = [path for path in paths if path.is_relative_to(root) and path.exists() and "site-packages" not in path.parts]
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in sorted(own)}
+
+
+def _judge(store, ranks, args):
+    """Rank 0: wait for all; returns {"error": line or "", "came": number of ranks, "outside": an address}."""
+    keys = [str(rank) for rank in range(ranks.world_size)]
+    waiting, error, looked = machines.Waiting(args.timeout, RunError), "", 0
+    there, what = {}, ""
+    try:
+        while not store.check(keys):
+            if time.monotonic() > looked + 0.5:
+                there = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+                what, looked = name_ranks(set(range(ranks.world_size)) - set(there), there.values()), time.monotonic()
+            waiting.tell(what)
+            time.sleep(0.01)
+        there = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)}
+    except RunError as late:
+        error = str(late)
+    addresses = [mine["address"] for mine in there.values() if mine["address"]]
+    outside = [address for address in addresses if not machines.is_loopback(address)]
+    errors = [mine["error"] for mine in there.values() if mine["error"]]
+    error = error or (errors or [_difference(list(there.values()))])[0]
+    return {"error": error, "came": len(there), "outside": (outside or [None])[0]}
+
+
+def _wait_for_verdict(store, timeout):
+    try:
+        store.wait(["0"], timedelta(seconds=timeout))
+    except dist.DistError as error:
+        raise RunError(f"rank 0 did not come: {_first_line(error)}") from None
+    try:
+        store.wait(["verdict"], timedelta(seconds=timeout + 10))
+        return json.loads(store.get("verdict"))
+    except dist.DistError as error:
+        raise RunError(f"rank 0 has gone, or does not answer: {_first_line(error)}") from None
+
+
+def name_ranks(ranks, there):
+    """The ranks by node and local rank, as those that are there let it be known."""
+    nodes = {}
+    for rank in sorted(ranks):
+        places = [mine for mine in there if mine["first_rank"] <= rank < mine["first_rank"] + mine["processes"]]
+        each = next(iter(there))["processes"]
+        node = machines.label(places[0]["node"], places[0]["host"]) if places else f"node {rank // each}"
+        nodes.setdefault(node, []).append(rank - places[0]["first_rank"] if places else rank % each)
+    names = [f"{node} local rank {', '.join(map(str, local_ranks))}" for node, local_ranks in nodes.items()]
+    return "; ".join(names[:8]) + f"; and {len(names) - 8} nodes more" * (len(names) > 8)
+
+
+def _difference(there):
+    """In what the machines differ, in one line; "" where they are alike."""
+    labels = [machines.label(mine["node"], mine["host"]) for mine in there]
+    for name in dict.fromkeys(name for mine in there for name in mine["alike"]):
+        if values := machines.differences([mine["alike"].get(name, "absent") for mine in there], labels):
+            return f"machines differ in {name}: {values}; start all with the same torch, files and arguments"
+    return ""
+
+
+def _set_interface(address, outside, ranks):
+    """By itself gloo takes the address of the host's name, which many systems let lead to loopback."""
+    if address and outside and machines.is_loopback(address):  # rank 0's machine, whose own name was given
+        address = machines.address_towards(outside)
+    interface = machines.interface_of(address) if address else None
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    elif ranks.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        host = socket.gethostname()
+        sys.stderr.write(f"{host}: cannot tell by which interface the others are reached; see GLOO_SOCKET_IFNAME\n")
