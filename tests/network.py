@@ -1,4 +1,4 @@
-"""Several machines: network namespaces with names and /etc/hosts of their own, each joined to a switch by a veth pair."""
+"""Several machines: network namespaces, each with a name and /etc/hosts of its own, joined to a switch by a veth pair."""
 
 import os
 import shutil

@@ -1,0 +1,170 @@
+"""Several machines: ddp_multinode.sh and bare launchers, on network namespaces."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import network
+import pytest
+import torch
+from harness import PYTHON, TORCHRUN
+
+SCRIPT = "./ddp_multinode.sh"
+ENV = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}  # of torchrun
+
+
+@pytest.fixture
+def machines(tmp_path):
+    if reason := network.missing():
+        pytest.skip(reason)
+    made = []
+
+    def make(count):
+        made.append(network.Network(count, tmp_path))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.remove()
+
+
+def start_all(kit, net, *command):
+    """Start a command on each machine; @ in it stands for the machine's number."""
+    commands = [[str(word).replace("@", str(number)) for word in command] for number in range(len(net.names))]
+    return [kit.start(*net.on(number, *words), env=ENV) for number, words in enumerate(commands)]
+
+
+def weights(kit, name):
+    return torch.load(kit.path / name, weights_only=True)["model"]
+
+
+CLASSICAL = ("--nnodes=2", "--node_rank=@", "--master_addr=h0", "--master_port=29500")
+STARTERS = {
+    "script, address": (2, SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py"),
+    "script, name": (3, SCRIPT, "--nnodes=3", "--node-rank=@", "--master-addr=h0", "--", "model_parallel_ddp.py"),
+    "script, elastic": (2, SCRIPT, "--elastic=2:2", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py"),
+    "torchrun, name": (2, *TORCHRUN, *CLASSICAL, "ddp_torchrun.py"),
+    "launch, name": (2, PYTHON, "-m", "torch.distributed.launch", *CLASSICAL, "ddp_torchrun.py"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", STARTERS)
+def test_agreement(kit, machines, starter):
+    """The machines' own names lead to loopback, and still they reach each other and the weights of one process."""
+    count, *command = STARTERS[starter]
+    options = ("--epochs", "2", "--precision", "fp64", "--metrics", "metrics.jsonl")
+    alone = kit.run("python", "ddp_torchrun.py", *options, "--snapshot", "alone.pt")
+    assert alone.status == 0, alone.err
+    runs = start_all(kit, machines(count), *command, *options, "--snapshot", "all.pt")
+    results = [run.result() for run in runs]
+    assert [result.status for result in results] == [0] * count, results
+    assert f"world size {count}," in results[0].out
+    one, several = weights(kit, "alone.pt"), weights(kit, "all.pt")
+    assert max((one[name] - several[name]).abs().max().item() for name in one) < 1e-9
+    assert kit.metrics(event="end")[1]["world_size"] == count
+
+
+@pytest.mark.parametrize(
+    "first, second, words",
+    [
+        ("0 10.0.0.1", "0 10.0.0.1", "--node-rank 0 on h1, but --master-addr 10.0.0.1 is not its address"),
+        ("1 10.0.0.1", "0 10.0.0.1", "--node-rank 1 on h0, but it has the address 10.0.0.1 of --master-addr"),
+        ("0 nowhere", "1 nowhere", "--master-addr nowhere: "),
+        ("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be below --nnodes 2"),
+    ],
+)
+def test_wrong_place(kit, machines, first, second, words):
+    net = machines(2)
+    runs = []
+    for number, place in enumerate((first, second)):
+        rank, address = place.split()
+        options = ("--nnodes=2", f"--node-rank={rank}", f"--master-addr={address}", "--nproc-per-node=1", "--timeout=4")
+        runs.append(kit.start(*net.on(number, SCRIPT, *options), env=ENV))
+    results = [run.result(20) for run in runs]
+    assert [result.status for result in results] == [2, 2]
+    assert any(words in line for result in results for line in result.errors), results
+    assert all(len(result.errors) == 1 for result in results)
+
+
+def test_machine_that_does_not_come(kit, machines):
+    net = machines(3)
+    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=3")
+    late = kit.start(*net.on(1, SCRIPT, *options, "--node-rank=1"), env=ENV)
+    host = kit.start(*net.on(0, SCRIPT, *options, "--node-rank=0"), env=ENV)
+    late, host = late.result(20), host.result(20)
+    assert (late.status, host.status) == (2, 2)
+    assert host.errors == ["error: waited 3 s in vain for node 2; here is node 0 (h0), node 1 (h1)"]
+    assert "waiting for the others, together with node 0 (h0) (1 of 3 s)" in late.err
+
+
+def test_same_node_rank_twice(kit, machines):
+    net = machines(3)
+    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=5")
+    host = kit.start(*net.on(0, SCRIPT, *options, "--node-rank=0"), env=ENV)
+    twice = [kit.start(*net.on(number, SCRIPT, *options, "--node-rank=1"), env=ENV) for number in (1, 2)]
+    lines = [line for run in twice for line in run.result(20).errors]
+    assert any("--node-rank 1 on h" in line and "give each machine its own" in line for line in lines), lines
+    assert host.result(20).status == 2
+
+
+def test_master_port_taken(kit):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
+        result = kit.run(SCRIPT, *options, "--nproc-per-node=1", env=ENV, timeout=20)
+    assert result.status == 2
+    assert len(result.errors) == 1 and f"cannot listen on port {port} (Address already in use)" in result.errors[0]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ([], "--nnodes is missing"),
+        (["--nnodes=2", "--node-rank=0"], "--master-addr is missing"),
+        (["--nnodes=two"], "--nnodes two is not a whole number"),
+        (["--elastic=2"], "--elastic 2 is not MIN:MAX"),
+        (["--elastic=3:2"], "--elastic 3:2: MIN is from 1 to MAX"),
+        (["--epochs=5"], "unknown option --epochs"),
+        (["--nnodes"], "--nnodes needs a value"),
+        (["--nnodes=2", "--", "no.py"], "there is no script no.py"),
+    ],
+)
+def test_wrong_options(kit, options, words):
+    result = kit.run(SCRIPT, *options, env=ENV, timeout=20)
+    assert result.status == 2 and len(result.errors) == 1 and words in result.errors[0], result
+
+
+def test_dry_run(kit):
+    options = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--nproc-per-node=3", "--dry-run")
+    result = kit.run(SCRIPT, *options, "--", "ddp_torchrun.py", "--epochs", "5", env=ENV, timeout=20)
+    assert result.status == 0
+    command = "torchrun --nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=29500 --rdzv-conf=timeout=600"
+    assert result.out == f"+ {command} --nproc-per-node=3 --local-addr=127.0.0.1 ddp_torchrun.py --epochs 5\n"
+
+
+@pytest.mark.slow
+def test_machines_that_differ(kit, machines):
+    start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py", "--timeout", "30")
+    for result in [run.result() for run in start_all(kit, machines(2), *start, "--seed", "@")]:
+        assert result.status != 0
+        assert [
+            line for line in result.errors if line.startswith("error: machines differ in --seed: 0 at node 0 (h0), 1")
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_simulated_machines_end_together(kit, number, status):
+    """Also where a shell lets it ignore SIGINT, as for what it starts in the background."""
+    ignoring = f"trap '' INT; exec {SCRIPT} --simulate 2 -- ddp_torchrun.py --epochs 100000 --metrics m"
+    run = kit.start("bash", "-c", ignoring, env=ENV)
+    run.wait_for(lambda: kit.metrics("m"))
+    os.kill(run.pid, number)
+    start = time.monotonic()
+    result = run.result(60)
+    assert result.status == status and not result.processes
+    assert time.monotonic() - start < 30
+    assert "[node 0] world size 2, device cpu, backend gloo" in result.out
