@@ -1,4 +1,4 @@
-"""Several machines: network namespaces, each with a name and /etc/hosts of its own, joined to a switch by a veth pair."""
+"""Several machines: network namespaces with their own names and /etc/hosts, joined to a switch by veth pairs."""
 
 import os
 import shutil
