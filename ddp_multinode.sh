@@ -86,7 +86,8 @@ case $elastic in
 esac
 here=$(cd "$(dirname "$0")" && pwd)
 if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -d "$here/common" ]; then # a copy that sbatch made
-    here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')")
+    submitted=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+    here=$(cd "$SLURM_SUBMIT_DIR" && cd "$(dirname "$submitted")" && pwd)
 fi
 tools() { PYTHONPATH=$here exec python3 -m common.machines "$@"; }
 command -v torchrun >/dev/null || fail "torchrun is not found: activate the environment in which torch is installed"

@@ -168,3 +168,35 @@ def test_simulated_machines_end_together(kit, number, status):
     assert result.status == status and not result.processes
     assert time.monotonic() - start < 30
     assert "[node 0] world size 2, device cpu, backend gloo" in result.out
+
+
+@pytest.mark.slow
+def test_sbatch(kit, slurm):
+    """On two nodes; preempted, it saves, is requeued, and ends as if it had not been."""
+    env = slurm | {"PATH": f"{ENV['PATH']}:/usr/sbin"}
+    job = ("--", "ddp_torchrun.py", "--epochs", "3", "--metrics", "m", "--snapshot")
+    kit.edit(
+        "ddp_torchrun.py",
+        "            run.step()\n",
+        "            __import__('time').sleep(0.05)\n            run.step()\n",
+    )
+    twice = kit.run("sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", "twice.log", SCRIPT, env=env)
+    assert twice.status == 2
+    assert "error: SLURM has 4 tasks for 2 nodes" in (kit.path / "twice.log").read_text()
+
+    whole = kit.run("sbatch", "--wait", "-N2", "-o", "whole.log", SCRIPT, *job, "whole.pt", env=env)
+    assert whole.status == 0, (kit.path / "whole.log").read_text()
+    steps = len(kit.metrics("m"))
+    number = kit.start("sbatch", "--parsable", "-N2", "-o", "log", SCRIPT, *job, "run.pt", env=env).result().out.strip()
+    end = time.monotonic() + 200
+    while len(kit.metrics("m")) < steps + 5:
+        assert time.monotonic() < end, (kit.path / "log").read_text()
+        time.sleep(0.05)
+    assert kit.start("scancel", "--signal=TERM", number, env=env).result().status == 0
+    while len(kit.metrics("m", "end")) < 2:
+        assert time.monotonic() < end, (kit.path / "log").read_text()
+        time.sleep(0.1)
+    log = (kit.path / "log").read_text()
+    assert "stopped by SIGTERM" in log and "requeued: goes on from the snapshot" in log and "goes on from run.pt" in log
+    one, other = kit.metrics("m", "end")
+    assert one["weights_sha256"] == other["weights_sha256"] and one["world_size"] == other["world_size"] == 2
