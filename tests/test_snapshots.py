@@ -146,12 +146,12 @@ def test_at_another_size(kit, first, then):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [SPAWN, TORCHRUN], ids=["spawn", "torchrun"])
 def test_many_kills(kit, command):
-    """One rank, all ranks or the launcher, at random moments, also while it starts: 20 in training."""
+    """One rank, all ranks or the launcher, at random moments, also while it starts: 10 in training."""
     harden(kit)
     command = (*command, "--epochs", "120", "--accum", "2")
     undisturbed = digest(kit, *command, timeout=300)
     moments, kills, steps = random.Random(7), {"rank": 0, "all": 0, "launcher": 0, "starting": 0}, [0]
-    while sum(kills.values()) - kills["starting"] < 20:
+    while sum(kills.values()) - kills["starting"] < 10:
         lines = len(kit.metrics("killed.jsonl"))
         run = kit.start(*command, *SNAPSHOT, "--save-every", "5", "--metrics", "killed.jsonl")
         starting = moments.random() < 0.2
@@ -172,7 +172,7 @@ def test_many_kills(kit, command):
             steps.append(load(kit)["position"]["step_count"])
             assert steps[-1] >= steps[-2]
     print(f"killed {kills}, snapshots at steps {steps}")
-    assert len(set(steps)) > 10 and steps[-1] < 1680
+    assert len(set(steps)) > 5 and steps[-1] < 1680
     assert digest(kit, *command, *SNAPSHOT, timeout=300) == undisturbed
 
 
@@ -185,7 +185,7 @@ def test_kills_while_saving(kit):
     (kit.path / "common" / "job.py").write_text(text)
     moments, step, torn = random.Random(7), 0, 0
     path, temporary = kit.path / "run.pt", kit.path / "run.pt.tmp"
-    for _ in range(20):
+    for _ in range(10):
         run = kit.start(*ALONE, *SNAPSHOT, "--save-every", "1", "--epochs", "100", "--lr", "0.001")
         start = time.time()
         run.wait_for(lambda start=start: temporary.exists() and temporary.stat().st_mtime > start)
@@ -198,15 +198,15 @@ def test_kills_while_saving(kit):
             saved = load(kit)["position"]["step_count"]
             assert saved >= step
             step = saved
-    print(f"20 kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
-    assert step > 0 and torn > 3
+    print(f"10 kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
+    assert step > 0 and torn > 1
     result = kit.run(*ALONE, *SNAPSHOT, "--epochs", "100", "--lr", "0.001", "--steps", str(step + 1))
     assert result.status == 0 and not temporary.exists()
     assert load(kit)["position"]["step_count"] == step + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [10])
+@pytest.mark.parametrize("restarts", [5])
 def test_elastic_restarts(kit, restarts):
     kill_in_forward(kit, 10, when=f"int(os.environ['TORCHELASTIC_RESTART_COUNT']) < {restarts}")
     command = ("ddp_torchrun.py", "--epochs", "6", *SNAPSHOT, "--save-every", "3")
