@@ -13,7 +13,7 @@ import torch.distributed as dist
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
 
-from common import meeting
+from common import machines, meeting
 from common.launch import Ranks, RunError, UserError, released_last, torchrun_command
 
 
@@ -203,6 +203,13 @@ def from_rank(source, function):
     if answer[1]:
         raise answer[1]
     return answer[0]
+
+
+def check_same(what, value):
+    """Raise `UserError` on all ranks where they have different values; it names the machines."""
+    there = gather_objects((value, meeting.this_machine()))
+    if found := machines.differences(*zip(*there, strict=True)):
+        raise UserError(f"{what} is {found}: it must be the same everywhere")
 
 
 def share_buffers(model):

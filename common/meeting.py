@@ -104,8 +104,8 @@ def meet(store, host, ranks, args):
 
 def _describe(ranks, args, host):
     """What the others are told of this rank."""
-    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", ranks.rank // ranks.local_world_size))
-    mine = {"node": int(node), "host": socket.gethostname(), "first_rank": ranks.rank - ranks.local_rank}
+    node = _node(ranks.rank, ranks.local_world_size)
+    mine = {"node": node, "host": socket.gethostname(), "first_rank": ranks.rank - ranks.local_rank}
     mine |= {"processes": ranks.local_world_size, "address": None, "error": "", "alike": {}}
     if ranks.one_machine:
         return mine
@@ -193,6 +193,15 @@ def _difference(there):
         if values := machines.differences([mine["alike"].get(name, "absent") for mine in there], labels):
             return f"machines differ in {name}: {values}; start all with the same torch, files and arguments"
     return ""
+
+
+def this_machine():
+    return machines.label(_node(), socket.gethostname())
+
+
+def _node(rank=0, processes=1):
+    """The node rank that torchrun or srun tells; else as if all machines had as many processes."""
+    return int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", rank // processes)))
 
 
 def _set_interface(address, outside, ranks):

@@ -242,6 +242,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
         self.log = Log(args)
         group.from_rank(0, self.log.open)
+        group.check_same("the size of the train set", sampler.size)
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         snapshot.seed(args.seed)
         self.snapshots = self.warm_up = None
@@ -396,6 +397,7 @@ class Run:
         """Count with `score` how many samples are right, each sample once at any world size, and print the epoch."""
         rank, world_size, model = group.rank(), group.world_size(), unwrap(self.model)
         if self.test_loader is None:
+            group.check_same("the size of the test set", len(test_set))
             share = Subset(test_set, range(rank, len(test_set), world_size))
             self.test_loader = DataLoader(share, self.args.batch_size, **loader_options(self.args, self.device))
         group.share_buffers(model)

@@ -156,6 +156,23 @@ def test_machines_that_differ(kit, machines):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which, mask, size", [("train", "~in_test", 1438), ("test", "in_test", 359)])
+def test_data_that_differ(kit, machines, which, mask, size):
+    """The same code reads a shorter file on one machine."""
+    shorter = f"part[{mask}][: {size} - int(__import__('os').environ['GROUP_RANK'])]"
+    kit.edit(
+        "common/job.py",
+        f"TensorDataset(pixels[{mask}], labels[{mask}])",
+        f"TensorDataset(*({shorter} for part in (pixels, labels)))",
+    )
+    start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py", "--timeout", "30")
+    line = f"error: the size of the {which} set is {size} at node 0 (h0), {size - 1} at node 1 (h1): "
+    for result in [run.result() for run in start_all(kit, machines(2), *start)]:
+        assert result.status != 0
+        assert result.errors == [f"{line}it must be the same everywhere"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_simulated_machines_end_together(kit, number, status):
     """Also where a shell lets it ignore SIGINT, as for what it starts in the background."""
