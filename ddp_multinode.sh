@@ -12,6 +12,7 @@
 #
 #   ./ddp_multinode.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -- ddp_torchrun.py --epochs 5   # on 10.0.0.1
 #   ./ddp_multinode.sh --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 -- ddp_torchrun.py --epochs 5   # on the other
+#   ./ddp_multinode.sh --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --check        # on each: does it work?
 #   ./ddp_multinode.sh --elastic 1:2 --master-addr 10.0.0.1 -- ddp_torchrun.py --snapshot run.pt      # on each
 #   ./ddp_multinode.sh --simulate 2 -- ddp_torchrun.py --epochs 5                     # two "machines" on this one
 #   sbatch --nodes=2 ddp_multinode.sh -- ddp_torchrun.py --snapshot run.pt
@@ -29,6 +30,7 @@
 #   --max-restarts N           how often the processes may fail, with --elastic; default 10
 #   --timeout SECONDS          how long to wait for the other machines; default 600
 #   --simulate N               N machines on this one, on the CPU; the other options hold for each
+#   --check                    do not train: join, show all ranks, test and measure the connections
 #   --dry-run                  print torchrun's command and end
 #   -- SCRIPT ARGUMENTS        default: ddp_torchrun.py, as it lies beside this file
 set -euo pipefail
@@ -55,11 +57,12 @@ supervise() {
 # --------------------------------------------------------------------------------------------------- options
 given=("$@")
 nnodes='' node_rank='' master_addr='' master_port='' nproc_per_node='' elastic='' max_restarts=10 timeout=600 simulate=''
-dry_run=''
+check='' dry_run=''
 while [ $# -gt 0 ]; do
     case $1 in
     --) shift; break ;;
     --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --check) check=yes; shift ;;
     --dry-run) dry_run=yes; shift ;;
     --help | -h) sed -n '/^# Two/,/^set/s/^# \{0,1\}//p' "$0"; exit ;;
     --nnodes | --node-rank | --master-addr | --master-port | --nproc-per-node | --elastic | --max-restarts | --timeout | --simulate)
@@ -98,7 +101,7 @@ case ${1:-} in '' | -*) set -- "$here/ddp_torchrun.py" "$@" ;; esac
 # ------------------------------------------------------------------------------- several machines on this one
 if [ -n "$simulate" ]; then
     passed=(--nproc-per-node="${nproc_per_node:-1}" --max-restarts="$max_restarts" --timeout="$timeout")
-    passed+=(${elastic:+--elastic="$elastic"} ${dry_run:+--dry-run})
+    passed+=(${elastic:+--elastic="$elastic"} ${check:+--check} ${dry_run:+--dry-run})
     export CUDA_VISIBLE_DEVICES='' # they would all take the same devices
     tools --nnodes "$simulate" --master-port "${master_port:-0}" ${elastic:+--elastic} simulate \
         bash "$here/ddp_multinode.sh" "${passed[@]}" -- "$@"
@@ -148,7 +151,13 @@ else
     command=(torchrun --nnodes="$nnodes" --node-rank="$node_rank" --master-addr="$master" --master-port="$master_port"
         --rdzv-conf="timeout=$timeout")
 fi
-command+=(--nproc-per-node="$nproc_per_node" --local-addr="$own" "$@")
+command+=(--nproc-per-node="$nproc_per_node" --local-addr="$own")
+if [ -n "$check" ]; then
+    export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+    command+=(-m common.check --timeout "$timeout" "${@:2}")
+else
+    command+=("$@")
+fi
 printf '+'
 [ -z "$elastic" ] || printf ' TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1'
 printf ' %q' "${command[@]}"

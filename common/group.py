@@ -117,7 +117,10 @@ def prepare(args, ranks, device):
 
 
 def setup(args, ranks, devices, init_method):
-    """Join the process group. See `meeting` for what it raises."""
+    """Join the process group. See `meeting` for what it raises.
+
+    Returns (the store, the host that serves it or None, the address by which the others reach this process).
+    """
     if ranks.one_machine:
         # By itself gloo listens on the address of the host's name, NCCL on any interface.
         for _, name in socket.if_nameindex() if sys.platform != "win32" else []:
@@ -129,7 +132,7 @@ def setup(args, ranks, devices, init_method):
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
     store, host = meeting.open_store(ranks, init_method, timeout)
-    meeting.meet(store, host, ranks, args)
+    address = meeting.meet(store, host, ranks, args)
     try:
         dist.init_process_group(
             args.backend,
@@ -151,6 +154,7 @@ def setup(args, ranks, devices, init_method):
     if ranks.launcher is None:
         accelerators = 0 if args.device == "cpu" else torch.accelerator.device_count()
         say(f"to start a process per device: {torchrun_command(accelerators or 2)}")
+    return store, host, address
 
 
 def cleanup():

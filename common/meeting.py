@@ -78,11 +78,12 @@ def _first_line(error):
 def meet(store, host, ranks, args):
     """Wait until all ranks have come to the store, see that their machines are alike, and choose gloo's interface.
 
+    Returns the address by which the others reach this machine, or None where it is not known.
     Raises on all ranks `RunError` where some do not come within `args.timeout`, and names them; `UserError` where the
     machines differ in torch, files or arguments.
     """
     if ranks.world_size == 1:
-        return
+        return "127.0.0.1"
     store = dist.PrefixStore("meeting", store)
     mine = _describe(ranks, args, host)
     store.set(str(ranks.rank), json.dumps(mine))
@@ -98,8 +99,9 @@ def meet(store, host, ranks, args):
         while ranks.rank == 0 and store.add("read", 0) < verdict["came"] and time.monotonic() < end:
             time.sleep(0.01)
         raise (UserError if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
-    if not ranks.one_machine:
-        _set_interface(mine["address"], verdict["outside"], ranks)
+    if ranks.one_machine:
+        return "127.0.0.1"
+    return _set_interface(mine["address"], verdict["outside"], ranks)
 
 
 def _describe(ranks, args, host):
@@ -215,3 +217,4 @@ def _set_interface(address, outside, ranks):
     elif ranks.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         host = socket.gethostname()
         sys.stderr.write(f"{host}: cannot tell by which interface the others are reached; see GLOO_SOCKET_IFNAME\n")
+    return address

@@ -217,3 +217,62 @@ def test_sbatch(kit, slurm):
     assert "stopped by SIGTERM" in log and "requeued: goes on from the snapshot" in log and "goes on from run.pt" in log
     one, other = kit.metrics("m", "end")
     assert one["weights_sha256"] == other["weights_sha256"] and one["world_size"] == other["world_size"] == 2
+
+
+CHECK = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--nproc-per-node=2", "--timeout=20", "--check")
+
+
+@pytest.mark.slow
+def test_check(kit, machines):
+    first, second = [run.result() for run in start_all(kit, machines(2), *CHECK)]
+    assert (first.status, second.status) == (0, 0), first.err
+    rows = [line.split() for line in first.out.splitlines() if line[:1].isdigit()]
+    assert [row[:7] for row in rows] == [
+        [
+            f"{rank}",
+            "node",
+            f"{rank // 2}",
+            f"(h{rank // 2})",
+            f"{rank % 2}",
+            f"10.0.0.{rank // 2 + 1}",
+            f"e{rank // 2}",
+        ]
+        for rank in range(4)
+    ]
+    assert all(row[7:] == ["cpu", torch.__version__, "gloo"] for row in rows)
+    assert "all-reduce: the sums are right on all ranks" in first.out
+    assert first.out.count("MB/s per rank") == 4 and first.out.rstrip().endswith("all is well")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place, code, line",
+    [
+        ("    store, host", "os.kill(os.getpid(), 19)", "error: waited 20 s in vain for node 1 (h1) local rank 1"),
+        ("    try:", "os.kill(os.getpid(), 19)", "error: waited 5 s in vain for node 1 (h1) local rank 1"),
+        ("    try:", "os._exit(0)", "error: waited 5 s in vain for node 1 (h1) local rank 1"),
+    ],
+    ids=["does not join", "stopped", "gone"],
+)
+def test_check_names_a_rank_that_is_missing(kit, machines, place, code, line):
+    kit.edit("common/check.py", place, f"    if ranks.rank == 3:\n        {code}\n{place}")
+    start = time.monotonic()
+    runs = start_all(kit, machines(2), *CHECK)
+    first = runs[0].result(60)
+    assert time.monotonic() - start < 45
+    assert first.status == 1 and first.errors == [line]
+    kit.kill_all()  # torchrun gives a stopped process 30 s to end
+
+
+@pytest.mark.slow
+def test_torch_that_differs(kit, machines):
+    (kit.path / "sitecustomize.py").write_text(
+        "import os\nif os.path.exists('/etc/hosts') and '127.0.1.1 h1' in open('/etc/hosts').read():\n"
+        "    import torch\n    torch.__version__ = '2.5.0'\n"
+    )
+    command = ("env", "PYTHONPATH=.", SCRIPT, *CLASSICAL[:1], "--node-rank=@", "--master-addr=h0")
+    for result in [run.result() for run in start_all(kit, machines(2), *command)]:
+        (line,) = result.errors
+        assert line.startswith(
+            f"error: machines differ in torch: {torch.__version__} at node 0 (h0), 2.5.0 at node 1 (h1)"
+        )
