@@ -21,14 +21,17 @@ def main():
     ranks = launch.ranks_from_environment(args)
     device = group.local_devices(args, ranks)[0]
     store, host, address = group.setup(args, ranks, [device], args.init_method)
+    began = time.monotonic()
     try:
         show(ranks, device, address)
         test(device)
         for size in SIZES:
+            began = time.monotonic()
             measure(size, device)
     except RuntimeError as error:
-        # A collective tells only that somebody failed: the store tells who does not answer any more.
-        args.timeout = 5
+        # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
+        # wait in the collective, until its time is over.
+        args.timeout = 5 + max(0, began + args.timeout - time.monotonic())
         meeting.meet(dist.PrefixStore("after an error", store), host, ranks, args)
         raise RunError(f"{error}, though all ranks answer") from None
     group.say("all is well")

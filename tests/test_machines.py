@@ -1,6 +1,7 @@
 """Several machines: ddp_multinode.sh and bare launchers, on network namespaces."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -246,21 +247,24 @@ def test_check(kit, machines):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place, code, line",
+    "place, code, seconds",
     [
-        ("    store, host", "os.kill(os.getpid(), 19)", "error: waited 20 s in vain for node 1 (h1) local rank 1"),
-        ("    try:", "os.kill(os.getpid(), 19)", "error: waited 5 s in vain for node 1 (h1) local rank 1"),
-        ("    try:", "os._exit(0)", "error: waited 5 s in vain for node 1 (h1) local rank 1"),
+        ("    store, host", "os.kill(os.getpid(), 19)", 20),
+        ("    began = time.monotonic()\n    try:", "os.kill(os.getpid(), 19)", 5),
+        ("    began = time.monotonic()\n    try:", "os._exit(0)", 25),
     ],
     ids=["does not join", "stopped", "gone"],
 )
-def test_check_names_a_rank_that_is_missing(kit, machines, place, code, line):
+def test_check_names_a_rank_that_is_missing(kit, machines, place, code, seconds):
     kit.edit("common/check.py", place, f"    if ranks.rank == 3:\n        {code}\n{place}")
     start = time.monotonic()
     runs = start_all(kit, machines(2), *CHECK)
     first = runs[0].result(60)
     assert time.monotonic() - start < 45
-    assert first.status == 1 and first.errors == [line]
+    assert first.status == 1
+    (line,) = first.errors
+    assert re.sub(r"\d+ s", "… s", line) == "error: waited … s in vain for node 1 (h1) local rank 1"
+    assert abs(int(re.search(r"(\d+) s", line)[1]) - seconds) < 3
     kit.kill_all()  # torchrun gives a stopped process 30 s to end
 
 
