@@ -103,7 +103,7 @@ def test_machine_that_does_not_come(kit, machines):
 
 def test_same_node_rank_twice(kit, machines):
     net = machines(3)
-    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=5")
+    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=9")
     host = kit.start(*net.on(0, SCRIPT, *options, "--node-rank=0"), env=ENV)
     twice = [kit.start(*net.on(number, SCRIPT, *options, "--node-rank=1"), env=ENV) for number in (1, 2)]
     lines = [line for run in twice for line in run.result(20).errors]
