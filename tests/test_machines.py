@@ -280,3 +280,47 @@ def test_torch_that_differs(kit, machines):
         assert line.startswith(
             f"error: machines differ in torch: {torch.__version__} at node 0 (h0), 2.5.0 at node 1 (h1)"
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed", "link cut"])
+def test_elastic(kit, machines, fault):
+    """A machine goes and comes back; the other goes on alone meanwhile, and the weights are those of one process."""
+    kit.edit(
+        "ddp_torchrun.py",
+        "            run.step()\n",
+        "            __import__('time').sleep(0.1 * __import__('os').path.exists('slow'))\n            run.step()\n",
+    )
+    options = ("--epochs", "60", "--precision", "fp64", "--save-every", "10", "--timeout", "15", "--snapshot")
+    assert kit.run("python", "ddp_torchrun.py", *options, "alone.pt").status == 0
+    (kit.path / "slow").touch()
+    net, logs = machines(2), [kit.path / "log.0", kit.path / "log.1"]
+
+    def start(number):
+        command = (SCRIPT, "--elastic=1:2", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py", *options)
+        with logs[number].open("a") as log:
+            env = ENV | {"MACHINE": str(number)}
+            return kit.start(*net.on(number, *command), "run.pt", "--metrics", "m", env=env, stdout=log, stderr=log)
+
+    def told(line):
+        return logs[0].read_text().count(line)
+
+    runs = [start(0), start(1)]
+    runs[0].wait_for(lambda: len(kit.metrics("m", "step")) > 15, timeout=90)
+    if fault == "killed":
+        for pid, _ in kit.processes():
+            if b"MACHINE=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+    else:
+        net.cable(1, "down")
+    runs[0].wait_for(lambda: told("world size 1,") == 1 and told("goes on from run.pt") == 1, timeout=90)
+    if fault == "killed":
+        runs[1] = start(1)
+    else:
+        net.cable(1, "up")
+    runs[0].wait_for(lambda: told("world size 2,") == 2 and told("goes on from run.pt") == 2, timeout=90)
+    (kit.path / "slow").unlink()
+    assert [run.result(60).status for run in runs] == [0, 0], logs[0].read_text()
+    assert kit.metrics("m", "end")[0]["step"] == 60 * 14
+    one, several = weights(kit, "alone.pt"), weights(kit, "run.pt")
+    assert max((one[name] - several[name]).abs().max().item() for name in one) < 1e-9
