@@ -71,6 +71,8 @@ def one_line_errors(main):
                 time.sleep(10)
             if first or not waited_for:
                 sys.stderr.write(f"error: {error}\n")
+            if isinstance(error, UserError) and first and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+                os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         except Stopped as stopped:
             status = 128 + stopped.args[0]
         except KeyboardInterrupt:

@@ -55,26 +55,24 @@ def address_towards(host):
         return probe.getsockname()[0]
 
 
-def interface_of(address):
-    """The name of the interface that has an address of this machine's; None where that cannot be told."""
+def interfaces():
+    """{address: name of the interface that has it} on this machine; empty where that cannot be told."""
     if sys.platform != "linux":
-        return None
-    address = ipaddress.ip_address(address)
-    if address.version == 6:
-        lines = Path("/proc/net/if_inet6").read_text().split("\n")
-        found = {int(line.split()[0], 16): line.split()[-1] for line in lines if line}
-        return found.get(int(address))
+        return {}
     import fcntl  # not on Windows
 
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         entries = array("B", bytes(40 * 1024))  # struct ifreq, see `man 7 netdevice`
         request = struct.pack("iL", len(entries), entries.buffer_info()[0])
         (length,) = struct.unpack_from("i", fcntl.ioctl(any_socket, 0x8912, request))  # SIOCGIFCONF
     for start in range(0, length, 40):
         entry = entries[start : start + 40].tobytes()
-        if entry[20:24] == address.packed:
-            return entry[:16].partition(b"\0")[0].decode().partition(":")[0]
-    return None
+        found[socket.inet_ntoa(entry[20:24])] = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
+    for line in Path("/proc/net/if_inet6").read_text().splitlines() if Path("/proc/net/if_inet6").exists() else []:
+        address, *_, name = line.split()
+        found[str(ipaddress.ip_address(bytes.fromhex(address)))] = name
+    return found
 
 
 def label(node_rank, host):

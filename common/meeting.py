@@ -94,14 +94,17 @@ def meet(store, host, ranks, args):
         verdict = _wait_for_verdict(store, args.timeout)
     store.add("read", 1)
     if verdict["error"]:
-        end = time.monotonic() + 3
-        # Rank 0 may serve the store, and stays until the others have read it.
-        while ranks.rank == 0 and store.add("read", 0) < verdict["came"] and time.monotonic() < end:
-            time.sleep(0.01)
+        _stay(store, "read", verdict["came"], ranks)
         raise (UserError if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
     if ranks.one_machine:
         return "127.0.0.1"
-    return _set_interface(mine["address"], verdict["outside"], ranks)
+    address, interface = _set_interface(mine["address"], verdict["outside"])
+    if not interface and ranks.local_rank == 0:
+        sys.stderr.write(
+            f"{mine['host']}: cannot tell the interface that leads to the others; see GLOO_SOCKET_IFNAME\n"
+        )
+    _reach(store, ranks, verdict["machine_ranks"], address, interface)
+    return address
 
 
 def _describe(ranks, args, host):
@@ -143,7 +146,10 @@ def _digests():
 
 
 def _judge(store, ranks, args):
-    """Rank 0: wait for all; returns {"error": line or "", "came": number of ranks, "outside": an address}."""
+    """Rank 0: wait for all; returns {"error": line or "", "came": their number, "outside", "machine_ranks"}.
+
+    "outside" is an address that leads off this machine, "machine_ranks" are the first ranks of the machines.
+    """
     keys = [str(rank) for rank in range(ranks.world_size)]
     waiting, error, looked = machines.Waiting(args.timeout, RunError), "", 0
     there, what = {}, ""
@@ -161,7 +167,8 @@ def _judge(store, ranks, args):
     outside = [address for address in addresses if not machines.is_loopback(address)]
     errors = [mine["error"] for mine in there.values() if mine["error"]]
     error = error or (errors or [_difference(list(there.values()))])[0]
-    return {"error": error, "came": len(there), "outside": (outside or [None])[0]}
+    first = sorted({mine["first_rank"] for mine in there.values()})
+    return {"error": error, "came": len(there), "outside": (outside or [None])[0], "machine_ranks": first}
 
 
 def _wait_for_verdict(store, timeout):
@@ -206,15 +213,58 @@ def _node(rank=0, processes=1):
     return int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", rank // processes)))
 
 
-def _set_interface(address, outside, ranks):
-    """By itself gloo takes the address of the host's name, which many systems let lead to loopback."""
+def _set_interface(address, outside):
+    """Let gloo and NCCL take the interface of the route to the master. Returns (address, interface), None if unknown.
+
+    By itself gloo takes the address of the host's name, which many systems let lead to loopback.
+    """
     if address and outside and machines.is_loopback(address):  # rank 0's machine, whose own name was given
         address = machines.address_towards(outside)
-    interface = machines.interface_of(address) if address else None
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    elif ranks.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        host = socket.gethostname()
-        sys.stderr.write(f"{host}: cannot tell by which interface the others are reached; see GLOO_SOCKET_IFNAME\n")
-    return address
+    there = machines.interfaces()
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        chosen = chosen.split(",")[0]
+        if there.get(address) != chosen:
+            address = next((address for address, name in there.items() if name == chosen), None)
+    elif chosen := there.get(address):
+        os.environ["GLOO_SOCKET_IFNAME"] = chosen
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
+    return address, chosen
+
+
+def _reach(store, ranks, machine_ranks, address, interface):
+    """Raise `RunError` on all ranks where a machine's first rank cannot connect to that of the next machine.
+
+    Else gloo would fail on one machine, with a message that names none, and leave others waiting for `--timeout`.
+    """
+    with contextlib.ExitStack() as open_until_all_have_tried:
+        if ranks.rank in machine_ranks:
+            me, host, port = machine_ranks.index(ranks.rank), socket.gethostname(), None
+            if address:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.create_server((address, 0), family=family)
+                port = open_until_all_have_tried.enter_context(listener).getsockname()[1]
+            store.set(f"at {ranks.rank}", json.dumps([host, address, port]))
+            name, *other = json.loads(store.get(f"at {machine_ranks[(me + 1) % len(machine_ranks)]}"))
+            error = ""
+            try:
+                if other[0]:
+                    socket.create_connection(other, timeout=5).close()
+            except OSError as reason:
+                error = (
+                    f"{host} does not reach {name} at {other[0]}, port {other[1]}, from its interface {interface} "
+                    f"({reason.strerror or reason}): all ports must be open between the machines, and "
+                    "GLOO_SOCKET_IFNAME, where it is set, name the interface that leads to the others"
+                )
+            store.set(f"reached {ranks.rank}", error)
+        errors = [store.get(f"reached {rank}").decode() for rank in machine_ranks]
+    store.add("reached", 1)
+    if any(errors):
+        _stay(store, "reached", ranks.world_size, ranks)
+        raise RunError(next(filter(None, errors)))
+
+
+def _stay(store, key, count, ranks):
+    """Rank 0, who may serve the store, stays until all others have read what it holds."""
+    end = time.monotonic() + 3
+    while ranks.rank == 0 and store.add(key, 0) < count and time.monotonic() < end:
+        time.sleep(0.01)

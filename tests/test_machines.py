@@ -37,6 +37,13 @@ def start_all(kit, net, *command):
     return [kit.start(*net.on(number, *words), env=ENV) for number, words in enumerate(commands)]
 
 
+def kill_machine(kit, number):
+    """Kill all that runs on a machine, which were started with MACHINE in their environment."""
+    for pid, _ in kit.processes():
+        if f"MACHINE={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            os.kill(pid, signal.SIGKILL)
+
+
 def weights(kit, name):
     return torch.load(kit.path / name, weights_only=True)["model"]
 
@@ -220,6 +227,54 @@ def test_sbatch(kit, slurm):
     assert one["weights_sha256"] == other["weights_sha256"] and one["world_size"] == other["world_size"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "interface, line",
+    [
+        (
+            "lo",
+            "error: h0 does not reach h1 at 127.0.0.1, port … from its interface lo (Connection refused): all ports",
+        ),
+        ("^docker0", "error: GLOO_SOCKET_IFNAME has '^docker0' on h0, whose interfaces are lo, e0: name one of them"),
+    ],
+)
+def test_wrong_interface(kit, machines, interface, line):
+    start = ("env", f"GLOO_SOCKET_IFNAME={interface}", SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0")
+    for result in [run.result() for run in start_all(kit, machines(2), *start)]:
+        assert result.status == 1  # torchrun's
+        assert [re.sub(r"port \d+,", "port …", found)[: len(line)] for found in result.errors] == [line]
+
+
+@pytest.mark.slow
+def test_machine_that_dies(kit, machines):
+    net = machines(2)
+    command = (
+        SCRIPT,
+        "--nnodes=2",
+        "--master-addr=h0",
+        "--",
+        "ddp_torchrun.py",
+        "--epochs",
+        "100000",
+        "--metrics",
+        "m",
+    )
+    first = kit.start(*net.on(0, *command[:2], "--node-rank=0", *command[2:]), env=ENV)
+    second = kit.start(*net.on(1, *command[:2], "--node-rank=1", *command[2:]), env=ENV | {"MACHINE": "1"})
+    first.wait_for(lambda: kit.metrics("m"), timeout=90)
+    kill_machine(kit, 1)
+    assert first.result(60).status == 1
+    second.result(10)
+
+
+@pytest.mark.slow
+def test_mistake_is_not_tried_again(kit):
+    command = (*TORCHRUN, "--nproc_per_node=2", "--max-restarts=5", "ddp_torchrun.py", "--batch-size", "3")
+    result = kit.run(*command, timeout=60)
+    assert result.status == 1 and len(result.errors) == 1, result.err
+    assert result.errors[0].startswith("error: --batch-size 3 does not divide into 2 processes")
+
+
 CHECK = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--nproc-per-node=2", "--timeout=20", "--check")
 
 
@@ -308,9 +363,7 @@ def test_elastic(kit, machines, fault):
     runs = [start(0), start(1)]
     runs[0].wait_for(lambda: len(kit.metrics("m", "step")) > 15, timeout=90)
     if fault == "killed":
-        for pid, _ in kit.processes():
-            if b"MACHINE=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
+        kill_machine(kit, 1)
     else:
         net.cable(1, "down")
     runs[0].wait_for(lambda: told("world size 1,") == 1 and told("goes on from run.pt") == 1, timeout=90)
