@@ -39,13 +39,13 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 # Run a command to its end. SIGTERM and Ctrl-C are passed on as SIGTERM; a second one, later, kills.
 supervise() {
-    local status=0 signal=0
+    local status=0 signal=0 since child
     set -m # so that Ctrl-C reaches it once, through the trap
     trap 'pass_on 143' TERM
     trap 'pass_on 130' INT
     pass_on() {
-        if [ "$signal" = 0 ]; then signal=$1 since=$SECONDS; kill -TERM "$child" 2>/dev/null
-        elif [ $((SECONDS - since)) -gt 1 ]; then kill -KILL -- "-$child" 2>/dev/null; fi
+        if [ "$signal" = 0 ]; then signal=$1 since=$SECONDS; kill -TERM "$child" 2>/dev/null || :
+        elif [ $((SECONDS - since)) -gt 1 ]; then kill -KILL -- "-$child" 2>/dev/null || :; fi
     }
     "$@" </dev/null &
     child=$!
