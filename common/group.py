@@ -146,8 +146,8 @@ def setup(args, ranks, devices, init_method):
         if ranks.one_machine:
             raise
         raise RunError(
-            f"{socket.gethostname()} does not reach the other machines through {os.environ.get('GLOO_SOCKET_IFNAME')} "
-            f"({str(error).partition(chr(10))[0]}): let all ports between them be open, or see GLOO_SOCKET_IFNAME"
+            f"{meeting.this_machine()}: the ranks did not connect ({str(error).partition(chr(10))[0]}): one of them "
+            "failed meanwhile, or not all ports are open between the machines"
         ) from None
     threads = torch.get_num_threads()
     say(f"world size {world_size()}, device {args.device}, backend {args.backend}, threads per process {threads}")
