@@ -1,5 +1,6 @@
 """Several machines: ddp_multinode.sh and bare launchers, on network namespaces."""
 
+import contextlib
 import os
 import re
 import signal
@@ -40,8 +41,9 @@ def start_all(kit, net, *command):
 def kill_machine(kit, number):
     """Kill all that runs on a machine, which were started with MACHINE in their environment."""
     for pid, _ in kit.processes():
-        if f"MACHINE={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile, with its parent
+            if f"MACHINE={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
 
 
 def weights(kit, name):
@@ -305,10 +307,9 @@ def test_check(kit, machines):
     "place, code, seconds",
     [
         ("    store, host", "os.kill(os.getpid(), 19)", 12),
-        ("        test(device)", "os.kill(os.getpid(), 19)", 5),
         ("        test(device)", "os._exit(0)", 17),
     ],
-    ids=["does not join", "stopped", "gone"],
+    ids=["does not join", "gone"],
 )
 def test_check_names_a_rank_that_is_missing(kit, machines, place, code, seconds):
     indent = place[: -len(place.lstrip())]

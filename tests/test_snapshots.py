@@ -81,13 +81,11 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
     [
         (torchrun(3, "ddp_torchrun.py"), ("--accum", "2"), 75),
         slow(ALONE, ("--workers", "2"), 30),
-        slow(TORCHRUN, ("--accum", "4", "--workers", "1"), 100),
         slow(torchrun(3, "ddp_torchrun.py"), ("--precision", "bf16", "--clip", "1"), 30),
-        slow(torchrun(4, "ddp_torchrun.py"), (), 23),
         slow(PARALLEL, ("--accum", "2"), 40),
         slow((*PAIRS, "--nprocs", "3"), (), 20),
     ],
-    ids=["W3", "alone", "W2", "W3-bf16", "W4", "dp", "pairs-W3"],
+    ids=["W3", "alone", "W3-bf16", "dp", "pairs-W3"],
 )
 def test_killed_in_the_middle_of_an_epoch(kit, command, options, call):
     harden(kit)
@@ -128,10 +126,9 @@ def test_only_the_remaining_samples_are_loaded(kit):
         slow(PARALLEL, (*PAIRS, "--nprocs", "2")),
         slow(TORCHRUN, torchrun(4, "ddp_torchrun.py")),
         slow(torchrun(3, "ddp_torchrun.py"), ALONE),
-        slow((*PAIRS, "--nprocs", "2"), PARALLEL),
         slow(TORCHRUN, PARALLEL),
     ],
-    ids=["dp-pairs", "2-4", "3-1", "pairs-dp", "2-dp"],
+    ids=["dp-pairs", "2-4", "3-1", "2-dp"],
 )
 def test_at_another_size(kit, first, then):
     options = ("--precision", "fp64", "--epochs", "3")
@@ -146,12 +143,12 @@ def test_at_another_size(kit, first, then):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [SPAWN, TORCHRUN], ids=["spawn", "torchrun"])
 def test_many_kills(kit, command):
-    """One rank, all ranks or the launcher, at random moments, also while it starts: 10 in training."""
+    """One rank, all ranks or the launcher, at random moments, also while it starts: 5 in training."""
     harden(kit)
     command = (*command, "--epochs", "120", "--accum", "2")
     undisturbed = digest(kit, *command, timeout=300)
     moments, kills, steps = random.Random(7), {"rank": 0, "all": 0, "launcher": 0, "starting": 0}, [0]
-    while sum(kills.values()) - kills["starting"] < 10:
+    while sum(kills.values()) - kills["starting"] < 5:
         lines = len(kit.metrics("killed.jsonl"))
         run = kit.start(*command, *SNAPSHOT, "--save-every", "5", "--metrics", "killed.jsonl")
         starting = moments.random() < 0.2
@@ -172,7 +169,7 @@ def test_many_kills(kit, command):
             steps.append(load(kit)["position"]["step_count"])
             assert steps[-1] >= steps[-2]
     print(f"killed {kills}, snapshots at steps {steps}")
-    assert len(set(steps)) > 5 and steps[-1] < 1680
+    assert len(set(steps)) > 3 and steps[-1] < 1680
     assert digest(kit, *command, *SNAPSHOT, timeout=300) == undisturbed
 
 
@@ -206,7 +203,7 @@ def test_kills_while_saving(kit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [5])
+@pytest.mark.parametrize("restarts", [3])
 def test_elastic_restarts(kit, restarts):
     kill_in_forward(kit, 10, when=f"int(os.environ['TORCHELASTIC_RESTART_COUNT']) < {restarts}")
     command = ("ddp_torchrun.py", "--epochs", "6", *SNAPSHOT, "--save-every", "3")
@@ -254,13 +251,11 @@ def test_ranks_with_disks_of_their_own(kit):
         slow(TORCHRUN, signal.SIGTERM, "launcher"),
         slow(SPAWN, signal.SIGINT, "everybody"),
         slow(TORCHRUN, signal.SIGINT, "everybody"),
-        slow(SPAWN, signal.SIGINT, "one rank"),
         slow(TORCHRUN, signal.SIGTERM, "one rank"),
-        slow(PAIRS, signal.SIGTERM, "everybody"),
         slow(ALONE, signal.SIGTERM, "everybody"),
         slow(PARALLEL, signal.SIGINT, "launcher"),
     ],
-    ids=lambda value: {SPAWN: "spawn", TORCHRUN: "torchrun", PAIRS: "pairs", ALONE: "alone", PARALLEL: "dp"}.get(value),
+    ids=lambda value: {SPAWN: "spawn", TORCHRUN: "torchrun", ALONE: "alone", PARALLEL: "dp"}.get(value),
 )
 def test_stop_and_go_on(kit, command, number, whom):
     command = (*command, *SNAPSHOT, "--epochs", "100000", "--workers", "1" if whom == "everybody" else "0")
