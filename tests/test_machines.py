@@ -340,6 +340,17 @@ def test_torch_that_differs(kit, machines):
 
 
 @pytest.mark.slow
+def test_files_that_differ(kit, machines):
+    """One machine has an older copy of a file."""
+    (kit.path / "old.py").write_text((kit.path / "common" / "job.py").read_text() + "\n")
+    old = 'test "$(hostname)" = h0 || mount --bind old.py common/job.py; exec $*'
+    command = ("sh", "-euc", old, "sh", SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0")
+    for result in [run.result() for run in start_all(kit, machines(2), *command)]:
+        (line,) = result.errors
+        assert line.startswith("error: machines differ in common/job.py: ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed", "link cut"])
 def test_elastic(kit, machines, fault):
     """A machine goes and comes back; the other goes on alone meanwhile, and the weights are those of one process."""
