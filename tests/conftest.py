@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import torch
 from harness import Kit, free_port
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests of single functions import `common`
+
+# A shell without job control lets what it starts in the background ignore SIGINT, and so would all that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
