@@ -12,7 +12,6 @@ Not:   for a model that does not fit on one device: model_parallel_ddp.py, or FS
 """
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -21,7 +20,6 @@ from common.launch import one_line_errors
 from common.run import Arguments, ResumableSampler, Run, autocast, check_batch, loader_options
 
 
-@record  # so that torchrun's summary shows the exception
 @one_line_errors
 def main():
     # 1. The process group: ranks, world size and where to meet come from the environment.

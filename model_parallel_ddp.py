@@ -10,7 +10,6 @@ Not:   when it fits on one: while one half computes, the other waits. For more t
 
 import torch
 import torch.multiprocessing as mp
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -62,7 +61,6 @@ def spawned_train(rank, world_size, directory, args):
     launch.report_finished(directory, rank)
 
 
-@record  # so that torchrun's summary shows the exception
 @one_line_errors
 def main():
     args = Arguments(__doc__, ddp=True, nprocs=True, launched=True).parse_args()

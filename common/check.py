@@ -5,7 +5,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from common import group, launch, meeting
 from common.launch import RunError, one_line_errors
@@ -14,7 +13,6 @@ from common.run import Arguments
 SIZES = (8, 2**16, 2**20, 2**24)  # bytes
 
 
-@record
 @one_line_errors
 def main():
     args = Arguments(__doc__, ddp=True, launched=True).parse_args()

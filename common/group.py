@@ -13,8 +13,10 @@ import torch.distributed as dist
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
 
-from common import machines, meeting
+from common import faults, machines, meeting
 from common.launch import Ranks, RunError, UserError, released_last, torchrun_command
+
+_ranks = Ranks()  # this process's, from `prepare` on
 
 
 def rank():
@@ -26,8 +28,8 @@ def world_size():
 
 
 def local_rank():
-    """The rank on this machine; 0 where the environment does not tell."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    """The rank on this machine."""
+    return _ranks.local_rank
 
 
 def say(line):
@@ -100,6 +102,8 @@ def default_processes(args, each=1):
 
 def prepare(args, ranks, device):
     """Set this process's dtype, threads and current device. Call it before the model is made."""
+    global _ranks
+    _ranks = ranks
     if args.precision == "fp64":
         torch.set_default_dtype(torch.float64)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -133,6 +137,9 @@ def setup(args, ranks, devices, init_method):
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
     store, host = meeting.open_store(ranks, init_method, timeout)
     address = meeting.meet(store, host, ranks, args)
+    if ranks.world_size > 1:
+        faults.watch = faults.Watch(store, ranks, args.timeout)
+        faults.watch.begin(args.backend)
     try:
         dist.init_process_group(
             args.backend,
@@ -158,7 +165,13 @@ def setup(args, ranks, devices, init_method):
 
 
 def cleanup():
-    """Leave the process group. Only after success: with a rank gone it could wait for ever."""
+    """Leave the process group together. Only after success: with a rank gone it could wait for ever.
+
+    Raises `RunError` where ranks ended their training at different steps.
+    """
+    if faults.watch and (line := faults.watch.end_together()):
+        raise RunError(line)
+    faults.watch = None
     if dist.is_initialized():
         released_last.append(dist.group.WORLD)
         dist.destroy_process_group()

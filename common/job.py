@@ -1,6 +1,7 @@
 """The job: model, data, loss and score. Put your own here; the scripts use just the names below."""
 
 import gzip
+import zlib
 from pathlib import Path
 
 import torch
@@ -41,13 +42,40 @@ class ToyMpModel(ToyModel):
         return self.net2(hidden.to(self.dev1))
 
 
+class DataError(Exception):
+    """Something is wrong with the data. An exception with a `status` is told in one line and ends a run with that."""
+
+    status = 2
+
+
+def read_digits(path):
+    """Return int64 [samples, 65] of 64 grey levels from 0 to 16 and a digit. Raises `DataError`."""
+    table = []
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as rows:
+            for row in rows:
+                values = [int(value) for value in row.split(",")]
+                if len(values) != 65:
+                    raise ValueError(f"{len(values)} values, not 65")
+                if not 0 <= min(values[:64]) <= max(values[:64]) <= 16 or not 0 <= values[64] <= 9:
+                    raise ValueError("a grey level is not from 0 to 16, or the digit not from 0 to 9")
+                table.append(values)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}, line {len(table) + 1}: {error}") from None
+    if not table:
+        raise DataError(f"{path} has no rows")
+    return torch.tensor(table)
+
+
 def load_data():
     """Return (train set, test set) of samples (pixels: float [64] from 0 to 1, label: int64 from 0 to 9).
 
     A fifth of each digit's samples, chosen with a fixed seed, is the test set. Pixels have torch's default dtype.
+    Raises `DataError`.
     """
-    with gzip.open(DIGITS, "rt") as rows:
-        table = torch.tensor([[int(value) for value in row.split(",")] for row in rows])
+    table = read_digits(DIGITS)
     pixels, labels = table[:, :64] / 16, table[:, 64]
 
     shuffle = torch.Generator().manual_seed(0)

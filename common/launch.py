@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import gc
-import logging
 import os
 import re
 import shlex
@@ -13,16 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
-from common import machines
+from common import faults, machines
 
 # Which variables tell rank, world size, local rank and local world size.
 LAUNCHERS = {
@@ -52,31 +53,25 @@ class Stopped(Exception):
 
 
 def one_line_errors(main):
-    """Decorate the entry of a process: a `RunError` becomes one line, Ctrl-C ends it without a traceback."""
+    """Decorate the entry of a process: what ends it is told in one line.
+
+    An exception with a `status`, such as a `RunError`, is told without a traceback and ends it with that status.
+    """
 
     @functools.wraps(main)
     def wrapper(*args):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
         status, finished = 0, False
         try:
             main(*args)
             finished = True
-        except RunError as error:
-            status = error.status
-            name = launcher()
-            first = not name or os.environ.get(LAUNCHERS[name][2], "0") == "0"
-            waited_for = name == "srun" or mp.parent_process() is not None  # srun and `wait_for_ranks` let it speak
-            if not first and not waited_for:
-                # torchrun and mpirun end all as soon as one has ended, and the first process of this machine shall tell
-                # the error before. Where none ends this one meanwhile, the error is its own.
-                time.sleep(10)
-            if first or not waited_for:
-                sys.stderr.write(f"error: {error}\n")
-            if isinstance(error, UserError) and first and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-                os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         except Stopped as stopped:
             status = 128 + stopped.args[0]
-        except KeyboardInterrupt:
-            status = 130
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            status = faults.tell(error) if faults.watch else _tell(error)
+            restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            if restarts and status == UserError.status and os.environ.get("LOCAL_RANK") == "0":
+                os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         finally:
             if not finished:
                 _kill_workers()  # they may be in the midst of something, and would be waited for
@@ -90,6 +85,30 @@ def one_line_errors(main):
             sys.exit(status)
 
     return wrapper
+
+
+def _tell(error):
+    """Tell of an exception of a process that has not met others. Returns the exit status."""
+    if isinstance(error, SystemExit):
+        raise error
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if not hasattr(error, "status"):
+        traceback.print_exception(error)
+        faults.write_error(f"failed in {faults.where()}: {faults.describe(error)}")
+        return 1
+    name = launcher()
+    local_rank = os.environ.get(LAUNCHERS[name][2], "0") if name else "0"
+    first = not local_rank.isdecimal() or int(local_rank) == 0
+    waited_for = name == "srun" or mp.parent_process() is not None  # srun and `wait_for_ranks` let it speak
+    if not first and not waited_for:
+        # torchrun and mpirun end all as soon as one has ended, and the first process of this machine shall tell the
+        # error before. Where none ends this one meanwhile, the error is its own.
+        time.sleep(10)
+    if first or not waited_for:
+        faults.write_error(str(error))
+    faults.leave_for_torchrun(str(error))
+    return error.status
 
 
 def _kill_workers():
@@ -153,8 +172,8 @@ def ranks_from_environment(args):
     missing = [variable for variable in needed if not env.get(variable)]
     if name is None and len(missing) == len(needed):
         return Ranks()
-    if "TORCHELASTIC_RUN_ID" in env:
-        die_with_parent()  # a killed torchrun would leave its processes running
+    if "TORCHELASTIC_RUN_ID" in env or name == "mpirun":
+        die_with_parent()  # a killed torchrun or mpirun would leave its processes running
     if name in (None, "torchrun") and missing:
         found = ", ".join(variable for variable in needed if env.get(variable))
         raise UserError(f"the environment has {found} but lacks {', '.join(missing)}: set them, or start with torchrun")
@@ -180,9 +199,14 @@ def _local_ranks(name, rank, world_size, args):
     """(local rank, local world size)"""
     if name == "srun":
         # "2(x3),1" stands for two tasks on each of three nodes and one on the fourth.
-        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
-        return _number("SLURM_LOCALID"), tasks[_number("SLURM_NODEID")]
+        node = _number("SLURM_NODEID")
+        if not 0 <= node < len(tasks):
+            raise UserError(
+                f"the environment's SLURM_NODEID is {node}, SLURM_STEP_TASKS_PER_NODE tells of {len(tasks)}"
+            )
+        return _number("SLURM_LOCALID"), tasks[node]
     # Started by hand these may be missing: a loopback address says that all processes are here.
     variable, size = LAUNCHERS[name][2:]
     master = urlsplit(args.init_method).hostname or os.environ.get("MASTER_ADDR", "")
@@ -206,7 +230,7 @@ def _set_master(name, one_machine):
     elif "MASTER_ADDR" not in env:
         raise UserError("the environment lacks MASTER_ADDR: start with `mpirun -x MASTER_ADDR=FIRST_MACHINE …`")
     # All processes of a job must come to the same port, two jobs on a machine to different ones.
-    job = env.get("PMIX_NAMESPACE", "") if name == "mpirun" else f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    job = env.get("PMIX_NAMESPACE", "") if name == "mpirun" else f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
     env.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
 
 
@@ -281,32 +305,47 @@ def report_finished(directory, rank):
 
 
 def wait_for_ranks(context, directory):
-    """Wait for the ranks of `mp.spawn(…, join=False)`; the first that fails ends this process with its status.
+    """Wait for the ranks of `mp.spawn(…, join=False)`. Where one fails, tell of it, end all, and exit with its status.
 
     mp.spawn takes any exit with status 0 for success; here a rank must have reported that it finished.
     """
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it announces each SIGTERM it sends
-    failure, done = None, False
-    while not (done or failure):
-        try:
-            done = context.join(grace_period=3)  # for the other ranks to end by themselves
-        except ProcessException as exception:
-            failure = exception
-        for rank, process in enumerate(context.processes):
-            if process.exitcode == 0 and not Path(directory, f"finished.{rank}").exists():
-                sys.exit(f"error: rank {rank} left with status 0 before its training was finished")
-    if isinstance(failure, ProcessRaisedException):
-        sys.exit(f"error: rank {failure.error_index} failed{failure.msg}")
-    if failure and failure.exit_code < 0:
-        sys.stderr.write(f"error: rank {failure.error_index} was killed by {failure.signal_name}\n")
-        sys.exit(128 - failure.exit_code)
-    if failure:
-        sys.exit(failure.exit_code)  # the rank has said why
+    processes = context.processes
+
+    def running():
+        return {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
+
+    def failed():
+        """{rank: exit code}; Python writes a signal's number as a negative one."""
+        codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
+        return {rank: code for rank, code in codes.items() if code or not Path(directory, f"finished.{rank}").exists()}
+
+    while (alive := running()) and not failed():
+        connection.wait([process.sentinel for process in alive.values()])
+    if not failed():
+        return
+    watch = faults.Watch(dist.FileStore(f"{directory}/store", len(processes)), Ranks(world_size=len(processes)))
+    end = time.monotonic() + faults.PATIENCE  # in which the others report
+    while any(watch.state(rank) != "stopped" for rank in running()) and time.monotonic() < end:
+        connection.wait([process.sentinel for process in running().values()], 0.1)
+    codes, stuck, reports = failed(), running(), watch.reports()
+    told = {1, 2} if not reports else set()  # before they met, each rank told of its own fault
+    ends = {rank: _how(code) for rank, code in codes.items() if rank not in reports and code not in told}
+    blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in stuck}, ends)
+    faults.show_and_kill([process.pid for process in stuck.values()])
+    if line and reports.get(blamed, {}).get("kind") != "own":  # which told it
+        faults.write_error(line)
+    code = codes.get(blamed, next(iter(codes.values()))) or 1
+    sys.exit(code if code > 0 else 128 - code)
+
+
+def _how(code):
+    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+    return killed or f"left with status {code} before its training was finished"
 
 
 def die_with_parent(_worker=None):
     """On Linux, let the kernel kill this process when its parent is gone; elsewhere does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if mp.parent_process() and mp.parent_process().pid != os.getppid():
+        if mp.parent_process() and not mp.parent_process().is_alive():
             os._exit(1)  # the parent was gone already

@@ -210,7 +210,8 @@ def this_machine():
 
 def _node(rank=0, processes=1):
     """The node rank that torchrun or srun tells; else as if all machines had as many processes."""
-    return int(os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", rank // processes)))
+    told = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
+    return int(told) if told.isdecimal() else rank // processes
 
 
 def _set_interface(address, outside):

@@ -1,13 +1,17 @@
 """What the training loop iterates over: options, sampler, progress, metrics, exact evaluation."""
 
 import argparse
+import errno
 import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
+import warnings
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -18,8 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset
 from tqdm import tqdm
 
-from common import group, snapshot
-from common.launch import Stopped, UserError, die_with_parent
+from common import faults, group, snapshot
+from common.launch import RunError, Stopped, UserError, die_with_parent, launcher
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which a killed process leaves a warning
 
 # -------------------------------------------------------------------------------------------------- options
 
@@ -44,18 +50,23 @@ class Arguments(argparse.ArgumentParser):
         add("--accum", type=whole(1), default=1, metavar="K", help="micro-batches per step; the result stays the same")
         add("--clip", type=positive, metavar="NORM", help="clip the norm of the gradient")
         add("--compile", action="store_true", help="torch.compile the model")
-        add("--workers", type=whole(0), default=0, metavar="N", help="DataLoader workers per process; default 0")
-        add("--threads", type=whole(1), metavar="N", help="CPU threads per process; default: its share of the cores")
+        add("--workers", type=whole(0, 1024), default=0, metavar="N", help="DataLoader workers per process; default 0")
+        add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads per process; default: its share of cores")
         add("--snapshot", type=Path, metavar="PATH", help="save to PATH and, where it exists, go on from it")
         add("--save-every", type=whole(1), metavar="N", help="save every N steps too, not just after each epoch")
-        add("--timeout", type=positive, default=600, metavar="SECONDS", help="of waiting for others; default 600")
+        add("--timeout", type=seconds, default=600, metavar="SECONDS", help="of waiting for others; default 600")
         add("--metrics", type=Path, metavar="PATH", help="append one JSON object a line")
-        add("--tensorboard", metavar="DIR", help="write scalars for TensorBoard")
+        add("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard")
         add("--log-every", type=whole(1), default=1, metavar="N", help="log every N steps to these; default 1")
         if ddp:
             add("--backend", default="auto", help="gloo, nccl, …; auto: the one that torch names for the device")
         if nprocs:
-            add("--nprocs", type=whole(1), metavar="N", help="processes; default: as the devices allow, 2 on a CPU")
+            add(
+                "--nprocs",
+                type=whole(1, 1024),
+                metavar="N",
+                help="processes; default: as the devices allow, 2 on a CPU",
+            )
         if launched:
             add("--init-method", type=init_method, default="env://", help="env://, tcp://HOST:PORT or file:///PATH")
             add("--local-rank", "--local_rank", type=whole(0), help=argparse.SUPPRESS)  # torch.distributed.launch
@@ -64,24 +75,75 @@ class Arguments(argparse.ArgumentParser):
         options = super().parse_args(*args)
         if options.save_every and not options.snapshot:
             raise UserError("--save-every needs --snapshot PATH: the file to save to")
-        if options.snapshot and not options.snapshot.name:
-            raise UserError(f"--snapshot {options.snapshot}: give the path of a file")
+        if options.metrics and options.snapshot and options.metrics.resolve() == options.snapshot.resolve():
+            raise UserError(f"--metrics and --snapshot are both {options.metrics}: give each its own")
         options.device = group.resolve_device(options.device)
         if "backend" in options:
             options.backend = group.resolve_backend(options.backend, options.device)
+        check_precision(options)
+        compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
+        if options.compile and options.device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
+            raise UserError(f"--compile needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
+        if not launcher():  # else rank 0 looks, whose machine may be another one
+            check_paths(options)
         return options
 
     def error(self, message):
         raise UserError(f"{message}; see `python {self.prog} --help`")
 
 
-def whole(low):
+def check_precision(args):
+    """Raise `UserError` where the device does not have it."""
+    if args.precision == "fp64" and args.device == "mps":
+        raise UserError("--precision fp64: mps has no float64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns, and goes on in fp32
+        try:
+            autocast(args)
+        except (RuntimeError, Warning) as error:
+            raise UserError(f"--precision {args.precision} on {args.device}: {faults.describe(error)}") from None
+
+
+def check_paths(args):
+    """Raise `UserError` where this process could not write to the paths it was given; writes nothing."""
+    for name, path in (("--metrics", args.metrics), ("--snapshot", args.snapshot), ("--tensorboard", args.tensorboard)):
+        if not path:
+            continue
+        try:
+            if name == "--tensorboard":
+                reason = errno.ENOTDIR if path.exists() and not path.is_dir() else 0
+            elif path.is_dir():
+                reason = errno.EISDIR
+            elif not path.parent.is_dir():
+                reason = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+            else:
+                there = path if name == "--metrics" and path.exists() else path.parent
+                reason = 0 if os.access(there, os.W_OK) else errno.EACCES
+            if name == "--metrics" and path.is_file() and not reason:
+                with path.open("rb") as file:
+                    if file.read(1) not in (b"", b"{"):
+                        raise UserError(f"--metrics {path}: there is a file of another kind, which is left as it is")
+        except OSError as error:
+            reason = error.errno
+        if reason:
+            raise UserError(f"{name} {path}: {os.strerror(reason)}")
+
+
+def whole(low, high=2**32):
     def parse(text):
-        if not text.isdecimal() or not low <= int(text) <= 2**32:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low} and at most 2**32")
+        # No more digits than can be: Python refuses to read thousands.
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low} and at most {high}")
         return int(text)
 
     return parse
+
+
+def seconds(text):
+    number = positive(text)
+    if not 1 <= number <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 1e6")
+    return number
 
 
 def positive(text):
@@ -178,13 +240,10 @@ def iterate(loader):
 
 
 class Stop:
-    """The agreement of the ranks on whether to stop since one of them got SIGTERM or Ctrl-C, about once a second."""
+    """SIGTERM or Ctrl-C, as this rank received it."""
 
     received = 0  # number of the signal
     received_at = 0.0
-
-    def __init__(self, device):
-        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
 
     @classmethod
     def listen(cls):
@@ -198,17 +257,30 @@ class Stop:
         elif time.monotonic() - cls.received_at > 1:  # sooner it is the same one, which the launcher passes on
             os._exit(128 + number)
 
-    def agreed(self):
-        """Called after each step by all ranks: the number of the signal that one of them received, or 0."""
+
+class EachSecond:
+    """An exchange among the ranks after the same steps on all of them, about one a second."""
+
+    def __init__(self, device):
+        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
+
+    def gather(self, numbers):
+        """To be called after each step. `numbers` returns this rank's.
+
+        Returns float64 [world size, numbers] after the steps at which the ranks exchange them, else None.
+        """
         self.left -= 1
         if self.left:
-            return 0
+            return None
+        if faults.watch:
+            faults.watch.beat()
         now = time.monotonic()
-        received, seconds = group.gather([self.received, now - self.start], self.device).amax(0).tolist()
-        # The same on all ranks. It doubles at most, so that one fast step does not put the next check far off.
+        rows = group.gather([now - self.start, *numbers()], self.device)
+        seconds = rows[:, 0].max().item()
+        # The same on all ranks. It doubles at most, so that one fast step does not put the next exchange far off.
         self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
         self.start = now
-        return int(received)
+        return rows[:, 1:]
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -237,8 +309,12 @@ class Run:
     def __init__(self, args, model, optimizer, sampler, device):
         self.args, self.model, self.optimizer, self.sampler, self.device = args, model, optimizer, sampler, device
         self.epoch = self.step_in_epoch = self.step_count = self.samples = 0
-        self.seconds = self.loss_sum = 0.0
+        self.seconds = self.loss_sum = self.loss_share = 0.0
         self.loss = self.score = self.test_loader = None
+        self.doing, self.losses = "the start", []
+        self.broken = self.gradients_checked = False
+        self.saved = None  # the step of the snapshot that is there
+        faults.where = self._where
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
         self.log = Log(args)
         group.from_rank(0, self.log.open)
@@ -249,13 +325,13 @@ class Run:
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, model, optimizer, self.scaler, sampler.size)
             self._resume(self.snapshots.resume())
-            self.stop_training, self.stop_evaluating = Stop(device), Stop(device)
             Stop.listen()
+        self.in_training, self.in_evaluation = EachSecond(device), EachSecond(device)
 
     def _resume(self, position):
-        self.saved = position and position["step_count"]
         if not position:
             return
+        self.saved = position["step_count"]
         self.epoch, self.step_in_epoch = position["epoch"], position["step"]
         self.step_count, self.loss_sum = position["step_count"], position["loss_sum"]
         self.warm_up = isinstance(self.model, nn.parallel.DistributedDataParallel) and group.world_size() > 2
@@ -268,6 +344,13 @@ class Run:
     def _at(self):
         return f"step {self.step_in_epoch}/{self.sampler.steps} of epoch {self.epoch + 1}, {self.step_count} in all"
 
+    def _where(self):
+        if self.doing == "training":
+            return (
+                f"step {min(self.step_in_epoch + 1, self.sampler.steps)}/{self.sampler.steps} of epoch {self.epoch + 1}"
+            )
+        return self.doing
+
     def _left(self):
         """How many steps are left, in this epoch and the ones after it."""
         left = (self.args.epochs - self.epoch) * self.sampler.steps - self.step_in_epoch
@@ -276,25 +359,31 @@ class Run:
         return max(0, left)
 
     def epochs(self):
-        """Iterate over the epochs; after the last, compare the ranks' weights and report."""
+        """Iterate over the epochs; after the last, compare the ranks' weights and report.
+
+        Raises `RunError` where the loop over an epoch's steps was left before its end.
+        """
         # An epoch whose steps were all taken is entered again, for its evaluation alone.
         self.sampler.set_epoch(self.epoch, self.step_in_epoch)
         yield self.epoch
-        while self._left() and self.epoch + 1 < self.args.epochs:
+        while self._refuse_break() or (self._left() and self.epoch + 1 < self.args.epochs):
             self.epoch, self.step_in_epoch, self.loss_sum = self.epoch + 1, 0, 0.0
             self.sampler.set_epoch(self.epoch)
             yield self.epoch
         self._finish()
 
     def steps(self, loader):
-        """Iterate over the epoch's optimizer steps; each is an iterator over its micro-batches."""
+        """Iterate over the epoch's optimizer steps; each is an iterator over its micro-batches.
+
+        Raises `RunError` on all ranks where a loss is not finite, and with it stops all at the same step, in a second.
+        """
         batches = (self.sampler.steps - self.sampler.step) * self.args.accum
         lengths = group.gather([len(loader)], self.device).flatten().long().tolist()
         if any(length != batches for length in lengths):
             # With gloo a rank that goes on alone could add a metric of the others to its gradient.
             raise UserError(f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler")
         steps = min(batches // self.args.accum, self._left())
-        self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.doing, self.before = "training", self.step_count - self.step_in_epoch
         title = f"epoch {self.epoch + 1}/{self.args.epochs}"
         start = time.perf_counter()
         # disable=None: no bar where stderr is no terminal
@@ -302,13 +391,13 @@ class Run:
             batches = iterate(loader) if steps else None
             if self.warm_up and steps:
                 batches = self._warm_up(batches)
+            self.broken = True
             for _ in range(steps):
                 yield self._micro_batches(batches)
-                self.losses += self.step_loss
                 self.step_in_epoch += 1
                 bar.update()
-                if self.snapshots:
-                    self._after_step()
+                self._after_step()
+            self.broken = False
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - start
@@ -334,20 +423,51 @@ class Run:
         with autocast(self.args):
             outputs = self.model(first[0].to(device, non_blocking=True))
         sum(output.sum() for output in snapshot.tensors(outputs) if output.requires_grad).backward()
+        self._check_gradients()
         self.optimizer.zero_grad()
         for buffer, value in buffers:
             buffer.copy_(value)
         snapshot.set_random_states(states, self.model)
         return chain([first], batches)
 
+    def _look_at_losses(self):
+        """Add this rank's new losses to its share. Returns (the first step with a loss not finite or 0, that loss)."""
+        losses = torch.stack([torch.as_tensor(loss) for loss in self.losses]).tolist() if self.losses else []
+        bad = [(self.step_count - len(losses) + number, loss) for number, loss in enumerate(losses, 1)]
+        bad = [(step, loss) for step, loss in bad if not math.isfinite(loss)]
+        for loss in losses:  # one by one: the sum shall not depend on when this is called
+            self.loss_share += loss
+        self.losses.clear()
+        return bad[0] if bad else (0, 0.0)
+
+    def _refuse_bad_losses(self, found):
+        """Raise `RunError` where `_look_at_losses` of a rank found something. found: float64 [world size, 2]."""
+        if not found[:, 0].any():
+            return
+        step = found[:, 0][found[:, 0] > 0].min()
+        ranks = (found[:, 0] == step).nonzero().flatten().tolist()
+        names = faults.watch.names(ranks) if faults.watch else "this process"
+        rate = self.optimizer.param_groups[0]["lr"]
+        saved = f"; {self.args.snapshot} is of a step before" if self.saved is not None else ""
+        raise RunError(
+            f"the loss of {names} is {found[ranks[0], 1]} in step {step - self.before:.0f}/{self.sampler.steps} of "
+            f"epoch {self.epoch + 1}, {step:.0f} in all, at learning rate {rate:g}: lower --lr, or try --clip 1{saved}"
+        )
+
     def _sum_losses(self):
         """Add the losses since the last call, which are each rank's own, to the epoch's sum of mean losses."""
-        self.loss_sum += group.total(self.losses).item() / group.world_size()
-        self.losses.zero_()
+        bad = self._look_at_losses()
+        rows = group.gather([*bad, self.loss_share], self.device)
+        self._refuse_bad_losses(rows)
+        self.loss_sum += rows[:, 2].sum().item() / group.world_size()
+        self.loss_share = 0.0
 
     def _after_step(self):
-        if number := self.stop_training.agreed():
-            self._stop(number)
+        rows = self.in_training.gather(lambda: [Stop.received, *self._look_at_losses()])
+        if rows is not None:
+            self._refuse_bad_losses(rows[:, 1:])
+            if rows[:, 0].any():
+                self._stop(int(rows[:, 0].max()))
         if self.args.save_every and self.step_count % self.args.save_every == 0:
             self._save()
 
@@ -364,6 +484,29 @@ class Run:
         group.say(f"stopped by {name} after {self._at()}: the same command goes on from {self.args.snapshot}")
         group.cleanup()
         raise Stopped(number)
+
+    def _refuse_break(self):
+        if self.broken:
+            raise RunError(
+                f"rank {group.rank()} left the loop over the steps in {self._where()}: let it come to its end on all "
+                "ranks; to train less, use --steps, or leave the loop over the epochs on all of them"
+            )
+
+    def _check_gradients(self):
+        """Tell which parameters no gradient reaches. Raises `UserError` where DDP would wait for it."""
+        self.gradients_checked = True
+        names = [
+            name for name, value in unwrap(self.model).named_parameters() if value.requires_grad and value.grad is None
+        ]
+        if not names:
+            return
+        line = f"no gradient reaches {', '.join(names[:8])}" + f" and {len(names) - 8} more" * (len(names) > 8)
+        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        if ddp and not (self.model.find_unused_parameters or self.model.static_graph):
+            raise UserError(
+                f"{line}: use them in forward, set requires_grad=False, or give DDP find_unused_parameters=True"
+            )
+        group.say(line)
 
     def _micro_batches(self, loader):
         self.step_loss = 0
@@ -382,19 +525,26 @@ class Run:
 
     def step(self):
         """`optimizer.step()`, after unscaling and clipping the gradient; logs the step's loss."""
+        if not self.gradients_checked:
+            self._check_gradients()
         self.scaler.unscale_(self.optimizer)
         if self.args.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step_count += 1
+        self.losses.append(self.step_loss)
         if self.log.wanted and self.step_count % self.args.log_every == 0:
             loss = group.total(self.step_loss.double()).item() / group.world_size()
+            if not math.isfinite(loss):
+                self._sum_losses()  # tells which
             self.log.write("step", epoch=self.epoch + 1, step=self.step_count, loss=loss)
 
     @torch.no_grad()
     def evaluate(self, test_set, score):
         """Count with `score` how many samples are right, each sample once at any world size, and print the epoch."""
+        self._refuse_break()
+        self.doing = f"the evaluation after epoch {self.epoch + 1}"
         rank, world_size, model = group.rank(), group.world_size(), unwrap(self.model)
         if self.test_loader is None:
             group.check_same("the size of the test set", len(test_set))
@@ -409,20 +559,22 @@ class Run:
                 outputs = model(inputs.to(device, non_blocking=True))
             correct += score(outputs, labels.to(outputs.device, non_blocking=True))
             total += len(labels)
-            if self.snapshots and batch < everywhere and (number := self.stop_evaluating.agreed()):
-                self._stop(number)
+            rows = self.in_evaluation.gather(lambda: [Stop.received]) if batch < everywhere else None
+            if rows is not None and rows.any():
+                self._stop(int(rows.max()))
         model.train()
         correct, total = group.total(torch.tensor([int(correct), total], device=self.device)).tolist()
         self.score = {"accuracy": correct / total, "correct": correct, "total": total}
         group.say(f"epoch {self.epoch + 1}/{self.args.epochs}: loss {self.loss:.4f}, {self._accuracy()}")
         self.log.write("eval", epoch=self.epoch + 1, step=self.step_count, **self.score)
+        self.doing = f"the end of epoch {self.epoch + 1}"
 
     def _accuracy(self):
         score = self.score
         return f"test accuracy {score['accuracy']:.2%} ({score['correct']}/{score['total']})"
 
     def _finish(self):
-        model = unwrap(self.model)
+        self.doing, model = "the end", unwrap(self.model)
         group.check_same_weights(model, self.device)
         memory = group.gather(peak_memory(self.model), self.device).flatten().tolist()
         peaks = ", ".join(f"{mib:.0f}" for mib in memory)
@@ -479,6 +631,7 @@ class Log:
 
     def open(self):
         """Raises `UserError` where it cannot write."""
+        check_paths(self.args)
         if self.args.metrics:
             try:
                 self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
@@ -489,11 +642,17 @@ class Log:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UserError("--tensorboard needs the package: pip install tensorboard") from None
-            self.board = SummaryWriter(self.args.tensorboard)
+            try:
+                self.board = SummaryWriter(self.args.tensorboard)
+            except OSError as error:
+                raise UserError(f"--tensorboard {self.args.tensorboard}: {error.strerror}") from None
 
     def write(self, event, **values):
         if self.lines:
-            self.lines.write(json.dumps({"event": event, **values}) + "\n")
+            try:
+                self.lines.write(json.dumps({"event": event, **values}) + "\n")
+            except OSError as error:
+                raise RunError(f"--metrics {self.args.metrics}: {error.strerror}") from None
         if self.board:
             for name in {"step": ["loss"], "eval": ["accuracy"], "end": []}[event]:
                 self.board.add_scalar(name, values[name], values["step"])

@@ -83,9 +83,20 @@ class Snapshots:
         Raises `RunError` on all ranks where it could not be written; the snapshot before is untouched then.
         """
         states = group.gather_objects(random_states(self.model))
-        group.from_rank(0, lambda: self._write(position, states))
+        group.from_rank(0, lambda: self._check_finite(position) or self._write(position, states))
+
+    def _check_finite(self, position):
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                raise RunError(
+                    f"{name} is not finite after step {position['step_count']}, which is not saved: lower --lr, or try "
+                    f"--clip 1; the snapshot before, if any, is untouched"
+                )
 
     def _check_place(self):
+        for path in (self.temporary, self.previous):
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise UserError(f"--snapshot {self.path} writes to {path} too, which is no regular file: move it away")
         try:
             self.temporary.unlink(missing_ok=True)  # of a run that was killed while it saved
             with self.temporary.open("xb"):

@@ -1,0 +1,308 @@
+"""When a rank fails, is killed or is stuck: who, where and why is told once on each machine, and all ranks end."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+PATIENCE = 4  # seconds in which the ranks that live report
+
+watch = None  # this rank's, from when it has met the others until all leave together
+
+
+def where():
+    """Where in its training this process is; a run puts its own function in this one's place."""
+    return "the start"
+
+
+class Watch:
+    """What the ranks let each other know, through the store in which they met: that they live, and how they failed.
+
+    A report is a dict: "kind", see `judge`; "where" in its training the rank was; "why", in words; "waited", for how
+    many seconds in vain, or 0; "ended", whether it had left the training.
+    """
+
+    def __init__(self, store, ranks, timeout=0):
+        """timeout: seconds."""
+        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
+        self.ended, self.signal = False, None
+        agent = ranks.launcher == "mp.spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.serves = ranks.rank == 0 and not agent
+        self.began = self.beaten = time.monotonic()
+
+    def begin(self, backend):
+        """Let the others know this process, and tell them of its end."""
+        self._set(f"process {self.ranks.rank}", [socket.gethostname(), os.getpid(), _process_space()])
+        if hasattr(faulthandler, "register"):  # not on Windows
+            faulthandler.register(signal.SIGUSR2)  # shows the stacks
+        faulthandler.enable()  # NCCL aborts a process whose collective takes too long
+        # With NCCL no handler could run while this process waits for the others.
+        if self.ranks.launcher != "mp.spawn" and backend == "gloo":
+            signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number, frame):
+        self.signal = signal.Signals(number)
+        raise SystemExit(128 + number)
+
+    def _set(self, key, value):
+        self.store.set(key, json.dumps(value))
+
+    def _get(self, key, default):
+        return json.loads(self.store.get(key)) if self.store.check([key]) else default
+
+    def beat(self):
+        """Leave a sign of life, at most once a second and, since a store in a file grows, in time less often."""
+        now = time.monotonic()
+        if now - self.beaten > min(10, max(1, (now - self.began) / 100)):
+            self.beaten = now
+            self._set(f"beat {self.ranks.rank}", where())
+
+    def end_together(self):
+        """Wait until all ranks are here. Returns in one line who ended the training elsewhere than others, or "".
+
+        Raises `DistError` where one does not come within the timeout.
+        """
+        world_size, self.ended = self.ranks.world_size, True
+        self._set(f"end {self.ranks.rank}", where())
+        if self.store.add("ends", 1) == world_size:
+            ends = [self._get(f"end {rank}", "") for rank in range(world_size)]
+            others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
+            line = f"{self.names(others)} ended in {ends[others[0]]}, rank 0 in {ends[0]}" if others else ""
+            self.store.set("all ends", line)
+        self.store.wait(["all ends"], timedelta(seconds=self.timeout))
+        line = self.store.get("all ends").decode()
+        self.stay(PATIENCE)
+        return line
+
+    def stay(self, seconds):
+        """Let the rank that serves the store stay until the others need it no more."""
+        self.store.add("left", 1)
+        end = time.monotonic() + seconds
+        while self.serves and time.monotonic() < end:
+            gone = [report for report in self.reports().values() if report["kind"] == "gone"]
+            if self.store.add("left", 0) + len(gone) >= self.ranks.world_size:
+                break
+            time.sleep(0.01)
+
+    def report(self, kind, why, waited=0):
+        report = {"kind": kind, "where": where(), "why": why, "waited": waited, "ended": self.ended}
+        self._set(f"report {self.ranks.rank}", report)
+
+    def reports(self):
+        """{rank: report} of the ranks that left one."""
+        found = {rank: self._get(f"report {rank}", None) for rank in range(self.ranks.world_size)}
+        return {rank: report for rank, report in found.items() if report}
+
+    def first(self):
+        """Whether this process is the first on its machine that asks."""
+        return self.store.add(f"first on {socket.gethostname()}", 1) == 1
+
+    def examine(self):
+        """Wait for the others' reports; return the line to tell.
+
+        Where others were waited for in vain, ends the processes of this machine that are stuck; they show where before.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            reports = self.reports()
+            states = {rank: self.state(rank) for rank in range(self.ranks.world_size) if rank not in reports}
+            for rank in [rank for rank, state in states.items() if state == "gone"]:
+                reports[rank] = {"kind": "gone", "where": "", "why": "", "waited": 0, "ended": False}
+                self._set(f"report {rank}", reports[rank])
+                del states[rank]
+            if self.signal:  # others may not have got one, and go on
+                states = {rank: state for rank, state in states.items() if state == "stopped"}
+            kinds = {report["kind"] for report in reports.values()}
+            known = kinds & {"own", "gone"} or all(state == "stopped" for state in states.values())
+            if known or time.monotonic() > end:
+                break
+            time.sleep(max(0.05, self.ranks.world_size / 500))
+        line = judge(self, reports, states)[1]
+        in_vain = any(report["waited"] for report in reports.values()) and "own" not in kinds
+        if in_vain and self.store.add(f"killing on {socket.gethostname()}", 1) == 1:
+            show_and_kill([self._process(rank)[1] for rank, state in states.items() if state])
+        return line
+
+    def names(self, ranks):
+        """Such as "rank 2, 3 on h1; rank 4 on h2"."""
+        hosts = {}
+        for rank in ranks:
+            hosts.setdefault(self._process(rank)[0], []).append(rank)
+        return "; ".join(f"rank {', '.join(map(str, there[:8]))} on {host}" for host, there in hosts.items())
+
+    def sign_of_life(self, rank):
+        return self._get(f"beat {rank}", "")
+
+    def _process(self, rank):
+        return self._get(f"process {rank}", ["an unknown machine", 0, None])
+
+    def state(self, rank):
+        """Of a rank's process: "gone", "stopped" or "running"; "" where this process cannot tell."""
+        host, pid, space = self._process(rank)
+        if sys.platform != "linux" or (host, space) != (socket.gethostname(), _process_space()):
+            return ""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return "gone"
+        return {"Z": "gone", "X": "gone", "T": "stopped"}.get(state, "running")
+
+
+def _process_space():
+    """Containers number their processes by themselves."""
+    return Path("/proc/self/ns/pid").stat().st_ino if sys.platform == "linux" else 0
+
+
+def judge(watch, reports, states, ends=None):
+    """(the rank to blame or None, what to tell of it).
+
+    reports: {rank: report}, of the kinds "own", a fault of its own; "lost", it lost others; "signal", one ended it;
+    "gone", as others saw. states: {rank: "running", "stopped" or ""} of those without a report. ends: {rank: how it
+    ended, in words} of those, where the parent knows.
+    """
+    waited = max((report["waited"] for report in reports.values()), default=0)
+    lost = [report for report in reports.values() if report["kind"] == "lost"]
+    places = [report["where"] for report in lost if not report["ended"]] or [report["where"] for report in lost]
+    where = f" in {places[0]}" if places else ""
+    kinds = {kind: [rank for rank in reports if reports[rank]["kind"] == kind] for kind in ("own", "gone", "signal")}
+    if kinds["own"]:
+        return kinds["own"][0], reports[kinds["own"][0]]["why"]
+    for rank, how in (ends or {}).items():
+        return rank, f"{watch.names([rank])} {how}{where}"
+    if not waited:  # some rank has died, and those that run wait for such as this one
+        states = {rank: state for rank, state in states.items() if state != "running"} or states
+    if blamed := kinds["gone"] or list(states):
+        how, why = "is gone, killed or ended by itself,", ""
+        if not kinds["gone"]:
+            how = f"has not answered for {waited:g} s" if waited else "does not answer"
+            whys = {
+                "stopped": ": it was stopped by a signal",
+                "running": ": it does something else, see its stack above",
+            }
+            why = whys.get(states[blamed[0]], "") if waited else ""
+        sign = watch.sign_of_life(blamed[0])
+        return blamed[0], f"{watch.names(blamed)} {how}{where}{why}" + f" (its last sign of life: {sign})" * bool(sign)
+    for rank in [rank for rank in reports if reports[rank]["ended"] and lost]:
+        return rank, f"{watch.names([rank])} ended its training in {reports[rank]['where']}, others are{where}"
+    for rank in kinds["signal"] if lost else []:
+        return rank, f"{watch.names([rank])} was ended by {reports[rank]['why']} in {reports[rank]['where']}"
+    if lost:
+        return None, f"the ranks lost each other{where}: {lost[0]['why']}"
+    return None, ""
+
+
+def show_and_kill(pids):
+    """Let processes that are stuck show their stacks, and kill them."""
+    for number, pause in ((getattr(signal, "SIGUSR2", None), 0.5), (getattr(signal, "SIGKILL", None), 0)):
+        for pid in pids if number else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(pause if pids else 0)
+
+
+def is_lost(error):
+    """Whether an exception says that other ranks were lost, as a consequence of what happened there."""
+    words = ("gloo/transport", "Wait timeout")  # the latter is a store's in a file
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def tell(error):
+    """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
+    rank, local_rank = watch.ranks.rank, watch.ranks.local_rank
+    served = f"rank 0, which serves the store, {{}}: rank {rank} lost it in {where()}"
+
+    def give_up():
+        write_error(served.format("does not answer"))
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(3 * PATIENCE, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        if watch.signal or isinstance(error, KeyboardInterrupt):
+            return _tell_of_signal()
+        return _tell_of_others(error) if is_lost(error) else _tell_of_itself(error)
+    except dist.DistError:
+        if local_rank == (rank == local_rank):  # rank 0 has told itself, if it could; of the others one on each machine
+            write_error(served.format("is gone"))
+        return 1
+    finally:
+        timer.cancel()
+
+
+def _tell_of_signal():
+    number = watch.signal or signal.SIGINT
+    watch.report("signal", number.name)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all, perhaps since one is gone
+        _tell_once(watch.examine())
+    watch.stay(1)
+    return 128 + number
+
+
+def _tell_of_others(error):
+    waited = watch.timeout if re.search("timed out|timeout", str(error), re.IGNORECASE) else 0
+    watch.report("lost", describe(error), waited)
+    if watch.ranks.launcher != "mp.spawn":  # there the parent tells, which knows how each rank ended
+        line = watch.examine()
+        _tell_once(line)
+        leave_for_torchrun(line, later=1)
+    watch.stay(PATIENCE)
+    return 1
+
+
+def _tell_of_itself(error):
+    """What has a `status` is a mistake in one line; of anything else the traceback is needed."""
+    plain, details = hasattr(error, "status"), ""
+    if isinstance(error, SystemExit):
+        line = f"left by sys.exit({error.code!r}), before the training was finished, in {where()}"
+    elif plain:
+        line = str(error)
+    else:
+        line, details = f"failed in {where()}: {describe(error)}", "".join(traceback.format_exception(error))
+    if not plain:
+        line = f"{watch.names([watch.ranks.rank])} {line}"
+    watch.report("own", line)
+    _tell_once(line, details)
+    leave_for_torchrun(line)
+    watch.stay(1)
+    return error.status if plain else 1
+
+
+def _tell_once(line, details=""):
+    if line and watch.first():
+        write_error(line, details)
+
+
+def write_error(line, details=""):
+    """Tell in one line, whatever a path or an argument in it holds."""
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    sys.stderr.write(f"{details}error: {line}\n")
+
+
+def describe(error):
+    """An exception in one line. One that a loader worker or a replica handed on ends with its own words."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
+
+
+def leave_for_torchrun(line, later=0):
+    """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

@@ -1,0 +1,316 @@
+"""A rank that fails, is killed or is stuck: all end, and the last lines say which, where, at which step and why."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+
+import pytest
+import torch
+from harness import PYTHON, free_port, torchrun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+SPAWN = ("python", "ddp_spawn.py")
+PAIRS = ("python", "model_parallel_ddp.py")
+TORCHRUN = torchrun(2, "ddp_torchrun.py")
+RANK = f"rank 1 on {socket.gethostname()}"
+STEP = "in step 5/14 of epoch 1"
+GONE = f"{RANK} is gone, killed or ended by itself, {STEP}"
+
+FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of which only the ranks can speak
+    "raise ValueError('no luck')": [f"{RANK} failed {STEP}: ValueError: no luck"] * 2,
+    "sys.exit(0)": [f"{RANK} left by sys.exit(0), before the training was finished, {STEP}"] * 2,
+    "os._exit(0)": [f"{RANK} left with status 0 before its training was finished {STEP}", GONE],
+    "os._exit(3)": [f"{RANK} left with status 3 before its training was finished {STEP}", GONE],
+    "os.kill(os.getpid(), signal.SIGKILL)": [f"{RANK} was killed by SIGKILL {STEP}", GONE],
+    "os.kill(os.getpid(), signal.SIGSTOP)": [f"{RANK} has not answered for 6 s {STEP}: it was stopped by a signal"] * 2,
+    "while True: pass": [f"{RANK} has not answered for 6 s {STEP}: it does something else, see its stack above"] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    "command, code",
+    [
+        pytest.param(command, code, marks=() if command != PAIRS and soon else pytest.mark.slow)
+        for code, soon in zip(FAULTS, (1, 0, 1, 0, 1, 1, 0), strict=True)
+        for command in (SPAWN, PAIRS, TORCHRUN)
+        if command != PAIRS or "raise" in code
+    ],
+)
+def test_rank_that_fails_or_is_stuck(kit, command, code):
+    kit.fault(code)
+    result = kit.run(*command, "--timeout", "6", timeout=60)
+    line = FAULTS[code][command == TORCHRUN]
+    assert [error[: len(line) + 7] for error in result.errors] == [f"error: {line}"], result
+    assert "closed by peer" not in result.err
+    traces = result.err.partition("closing signal SIGTERM")[0].count("Traceback")  # torchrun has one of itself
+    if command == TORCHRUN:
+        summary = result.err.partition("Root Cause (first observed failure):")[2]
+        assert line in summary or ("rank      : 1 (" in summary and "exitcode  : 1 " not in summary), summary
+        assert result.status == 1
+    else:
+        assert traces == ("raise" in code)
+        assert result.err.splitlines()[-1].startswith("error: ")
+        assert result.status == {"os.kill(os.getpid(), signal.SIGKILL)": 137, "os._exit(3)": 3}.get(code, 1)
+    if "raise" in code:
+        assert traces == 1 and "ValueError: no luck" in result.err
+    assert "while" not in code or 'job.py", line' in result.err, "its stack"
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('no luck')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_fault_of_rank_0_that_serves_the_store(kit, code):
+    kit.fault(code, rank=0)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = ("python", "ddp_torchrun.py", "--timeout", "6")
+    runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
+    zero, one = [run.result(60) for run in runs]
+    assert zero.status == (1 if "raise" in code else -9) and one.status == 1
+    gone = f"error: rank 0, which serves the store, is gone: rank 1 lost it {STEP}"
+    if "raise" in code:  # rank 1 may still learn what rank 0 told, or not
+        assert zero.errors == ["error: " + FAULTS[code][0].replace("rank 1", "rank 0")]
+        assert one.errors in ([], [gone])
+    else:
+        assert one.errors == [gone]
+
+
+@pytest.mark.slow
+def test_store_that_does_not_answer(kit):
+    """Rank 0, which serves it, is stopped."""
+    kit.fault("os.kill(os.getpid(), signal.SIGSTOP)", rank=0)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = ("python", "ddp_torchrun.py", "--timeout", "6")
+    runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
+    one = runs[1].result(60)
+    assert one.status == 1
+    assert one.errors == [f"error: rank 0, which serves the store, does not answer: rank 1 lost it {STEP}"], one
+    kit.kill_all()
+
+
+@pytest.mark.slow
+def test_all_ranks_fail_alike(kit):
+    kit.fault("raise ValueError('no luck')", rank="' or '1' == '1")
+    result = kit.run(*SPAWN, "--nprocs", "3", timeout=60)
+    assert result.status == 1 and len(result.errors) == 1 and result.err.count("Traceback") == 1
+
+
+LOOP = "        for micro_batches in run.steps(loader):\n"
+AFTER = "        run.evaluate(test_set, job.score)\n"
+LEFT = "left the loop over the steps in step 5/14 of epoch 1: let it come to its end on all ranks"
+
+
+@pytest.mark.parametrize(
+    "command, place, code, line",
+    [
+        (SPAWN, LOOP, "if rank == 1 and run.step_count == 4: break", f"rank 1 {LEFT}"),
+        pytest.param(
+            ("python", "dp_train.py"), LOOP, "if run.step_count == 4: break", f"rank 0 {LEFT}", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            SPAWN,
+            AFTER,
+            "if rank == 1: break",
+            f"{RANK} ended its training in the end of epoch 1, others are in step 1/14 of epoch 2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_leaving_the_training_too_soon(kit, command, place, code, line):
+    kit.edit(command[1], place, f"{place}{' ' * (12 if place == LOOP else 8)}{code}\n")
+    result = kit.run(*command, "--timeout", "6", timeout=60)
+    assert result.status == 1 and len(result.errors) == 1 and result.errors[0].startswith(f"error: {line}"), result
+
+
+@pytest.mark.slow
+def test_leaving_the_training_together(kit):
+    kit.edit("ddp_spawn.py", AFTER, f"{AFTER}        if run.score['accuracy'] > 0.8: break\n")
+    result = kit.run(*SPAWN, timeout=60)
+    assert result.status == 0 and "epoch 1/20: " in result.out and "epoch 2/20" not in result.out
+
+
+@pytest.mark.slow
+def test_rank_that_is_stuck_after_the_training(kit):
+    old = "    if faults.watch and (line := faults.watch.end_together()):\n"
+    kit.edit("common/group.py", old, f"    rank() == 1 and os.kill(os.getpid(), 19)\n{old}")
+    result = kit.run(*TORCHRUN, "--epochs", "1", "--timeout", "6", timeout=60)
+    assert result.status == 1
+    assert result.errors[0].startswith(f"error: {RANK} has not answered for 6 s in the end: it was stopped"), result
+
+
+@pytest.mark.slow
+def test_signal_to_one_rank(kit):
+    kit.fault("os.kill(os.getpid(), signal.SIGTERM)")
+    result = kit.run(*TORCHRUN, "--timeout", "6", timeout=60)
+    assert result.status == 1 and result.errors == [f"error: {RANK} was ended by SIGTERM {STEP}"], result
+
+
+@pytest.mark.slow
+def test_mpirun_is_killed(kit):
+    """Its ranks end with it."""
+    if not shutil.which("mpirun"):
+        pytest.skip("mpirun is not installed")
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", PYTHON)
+    run = kit.start(*mpirun, "ddp_torchrun.py", "--epochs", "100000", "--metrics", "metrics.jsonl")
+    run.wait_for(lambda: kit.metrics(event="step"))
+    os.kill(run.pid, signal.SIGKILL)
+    assert not run.result(30).processes
+
+
+NAN = f"{RANK} is nan {STEP}, 5 in all, at learning rate 0.2: lower --lr, or try --clip 1"
+
+
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        (SPAWN, ("--metrics", "m")),
+        (TORCHRUN, ("--snapshot", "run.pt", "--save-every", "1")),
+        pytest.param(SPAWN, (), marks=pytest.mark.slow),
+        pytest.param(SPAWN, ("--epochs", "1", "--accum", "2"), marks=pytest.mark.slow),
+    ],
+)
+def test_loss_that_is_not_finite(kit, command, options):
+    """On one rank; both stop, and nothing of it is written."""
+    kit.fault("model.net2.bias.data.fill_(float('nan'))", call=9 if "--accum" in options else 5)
+    result = kit.run(*command, *options, timeout=60)
+    saved = "; run.pt is of a step before" if "--snapshot" in options else ""
+    assert result.status == 1 and result.errors == [f"error: the loss of {NAN}{saved}"], result
+    assert [line["step"] for line in kit.metrics("m")] == ([1, 2, 3, 4] if "--metrics" in options else [])
+    if saved:
+        state = torch.load(kit.path / "run.pt", weights_only=True)
+        assert state["position"]["step_count"] == 4
+        assert all(value.isfinite().all() for value in state["model"].values())
+
+
+def test_weights_that_are_not_finite(kit):
+    """The step's loss was, and they would be saved before the next one."""
+    kit.edit("dp_train.py", "run.step()\n", "run.step()\n            model.net1.weight.data.fill_(float('inf'))\n")
+    result = kit.run("python", "dp_train.py", "--snapshot", "run.pt", "--save-every", "1", timeout=60)
+    assert result.status == 1 and not (kit.path / "run.pt").exists()
+    assert len(result.errors) == 1 and result.errors[0].startswith("error: net1.weight is not finite after step 1, ")
+
+
+@pytest.mark.parametrize(
+    "command, status",
+    [(SPAWN, 2), (("python", "dp_train.py"), 0), pytest.param(TORCHRUN, 1, marks=pytest.mark.slow)],
+    ids=["spawn", "dp", "torchrun"],
+)
+def test_parameters_without_a_gradient(kit, command, status):
+    layer = "        self.relu = nn.ReLU()\n"
+    kit.edit("common/job.py", layer, f"{layer}        self.extra = nn.Linear(2, 2)\n")
+    result = kit.run(*command, "--epochs", "2", timeout=60)
+    assert result.status == status
+    line = "no gradient reaches extra.weight, extra.bias"
+    if status:
+        advice = "use them in forward, set requires_grad=False, or give DDP find_unused_parameters=True"
+        assert result.errors == [f"error: {line}: {advice}"], result
+    else:
+        assert result.out.count(line) == 1
+
+
+def test_run_without_a_gradient_for_some_parameters(kit):
+    """DDP that is told of it goes on."""
+    layer = "        self.relu = nn.ReLU()\n"
+    kit.edit("common/job.py", layer, f"{layer}        self.extra = nn.Linear(2, 2)\n")
+    kit.edit(
+        "ddp_torchrun.py", "device.index is not None else None)", "device.index else None, find_unused_parameters=True)"
+    )
+    result = kit.run(*TORCHRUN, "--epochs", "2", timeout=60)
+    assert result.status == 0 and result.out.count("no gradient reaches extra.weight, extra.bias") == 1
+
+
+SAMPLE = """
+
+
+class Watched(TensorDataset):
+    def __getitem__(self, index):
+        import os, signal, torch
+
+        worker = torch.utils.data.get_worker_info()
+        if worker and os.environ.get("RANK") == "1" and len(self) > 1000:
+            {code}
+        return super().__getitem__(index)
+"""
+
+
+@pytest.mark.parametrize(
+    "command, code, words",
+    [
+        (SPAWN, "raise ValueError('a bad sample')", "ValueError: a bad sample"),
+        (TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed."),
+        pytest.param(TORCHRUN, "raise ValueError('a bad sample')", "ValueError: a bad sample", marks=pytest.mark.slow),
+        pytest.param(SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal", marks=pytest.mark.slow),
+        pytest.param(
+            SPAWN, "os.kill(os.getpid(), signal.SIGSTOP)", "DataLoader timed out after 6 s", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_loader_worker_that_fails(kit, command, code, words):
+    kit.edit("common/job.py", "    return TensorDataset(pixels[~in_test]", "    return Watched(pixels[~in_test]")
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write(SAMPLE.format(code=code))
+    result = kit.run(*command, "--workers", "2", "--timeout", "6", timeout=60)
+    assert result.status == 1
+    assert len(result.errors) == 1, result
+    assert f"error: {RANK} failed in step 1/14 of epoch 1: " in result.errors[0] and words in result.errors[0], result
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_start_methods_of_loader_workers(kit, method):
+    """As on macOS and Windows, and as Python 3.14 has it; the workers end with a launcher that is killed."""
+    kit.edit(
+        "common/run.py", "num_workers=args.workers,", f"num_workers=args.workers, multiprocessing_context='{method}',"
+    )
+    assert kit.run(*SPAWN, "--epochs", "1", "--workers", "1", "--metrics", "m").status == 0
+    assert kit.run("python", "dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1").status == 0
+    one, other = kit.metrics("m", "eval")
+    assert one["correct"] == other["correct"]
+    run = kit.start(*SPAWN, "--epochs", "100000", "--workers", "1", "--metrics", "killed")
+    run.wait_for(lambda: kit.metrics("killed"))
+    os.kill(run.pid, signal.SIGKILL)
+    assert not run.result(30).processes
+
+
+@pytest.mark.parametrize(
+    "which", ["missing", "truncated", "no gzip", "row", pytest.param("rank", marks=pytest.mark.slow)]
+)
+def test_data_that_is_wrong(kit, which):
+    path = kit.path / "data" / "digits.csv.gz"
+    command, words = SPAWN, ""
+    if which == "missing":
+        path.unlink()
+        words = ": No such file or directory"
+    elif which == "truncated":
+        path.write_bytes(path.read_bytes()[:20000])
+        words = ": Compressed file ended before the end-of-stream marker was reached"
+    elif which == "no gzip":
+        path.write_text("1,2,3")
+        words = ": Not a gzipped file (b'1,')"
+    elif which == "row":
+        import gzip
+
+        rows = gzip.decompress(path.read_bytes()).splitlines()
+        path.write_bytes(gzip.compress(b"\n".join([*rows[:9], b"1,2,3", *rows[9:]])))
+        command, words = ("python", "dp_train.py"), ", line 10: 3 values, not 65"
+    else:  # only one rank sees it
+        kit.edit(
+            "common/job.py",
+            "    table = []\n",
+            "    table = []\n    path = f\"{path}{__import__('os').environ['RANK']}\"\n",
+        )
+        shutil.copy(path, f"{path}0")
+        command, words = TORCHRUN, "1: No such file or directory"
+    result = kit.run(*command, timeout=60)
+    assert result.status == (1 if which == "rank" else 2)
+    assert len(result.errors) == 1 and result.errors[0].startswith(f"error: {path}") and words in result.errors[0], (
+        result
+    )
+    assert result.err.partition("closing signal")[0].count("Traceback") == 0
+
+
+def test_metrics_are_json(kit):
+    """Also where a loss is not finite: Python would write NaN, which no other program reads."""
+    kit.run("python", "dp_train.py", "--lr", "1e9", "--metrics", "m", timeout=60)
+    text = (kit.path / "m").read_text()
+    assert text and all(json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
