@@ -296,9 +296,10 @@ def write_error(line, details=""):
 
 
 def describe(error):
-    """An exception in one line. One that a loader worker or a replica handed on ends with its own words."""
+    """An exception and its cause in one line. What a loader worker or a replica handed on ends with its own words."""
     lines = str(error).strip().splitlines() or [""]
-    return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
+    line = lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
+    return line + (f" ({describe(error.__cause__)})" if error.__cause__ and str(error.__cause__) else "")
 
 
 def leave_for_torchrun(line, later=0):

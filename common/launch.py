@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -75,6 +76,7 @@ def one_line_errors(main):
         finally:
             if not finished:
                 _kill_workers()  # they may be in the midst of something, and would be waited for
+            faults.where = faults.watch = None  # the run
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
             # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
             # the last to release the group: it would wait for these threads while they wait for Python's lock.
@@ -294,6 +296,7 @@ def spawned(rank, world_size):
 
     signal.signal(signal.SIGINT, interrupt)
     die_with_parent()
+    mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
     ranks = Ranks(rank, world_size, rank, world_size, "mp.spawn")
     os.environ.update(zip(LAUNCHERS["torchrun"], map(str, (rank, world_size, rank, world_size)), strict=True))
     return ranks
@@ -343,9 +346,17 @@ def _how(code):
     return killed or f"left with status {code} before its training was finished"
 
 
-def die_with_parent(_worker=None):
-    """On Linux, let the kernel kill this process when its parent is gone; elsewhere does nothing."""
-    if sys.platform == "linux":
+def die_with_parent():
+    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
+    parent = mp.parent_process()
+    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if mp.parent_process() and not mp.parent_process().is_alive():
-            os._exit(1)  # the parent was gone already
+        if parent and not parent.is_alive():
+            os._exit(1)  # it was gone already
+    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
+
+        def follow():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()

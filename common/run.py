@@ -377,13 +377,13 @@ class Run:
 
         Raises `RunError` on all ranks where a loss is not finite, and with it stops all at the same step, in a second.
         """
+        self.doing, self.before = "training", self.step_count - self.step_in_epoch
         batches = (self.sampler.steps - self.sampler.step) * self.args.accum
         lengths = group.gather([len(loader)], self.device).flatten().long().tolist()
         if any(length != batches for length in lengths):
             # With gloo a rank that goes on alone could add a metric of the others to its gradient.
             raise UserError(f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler")
         steps = min(batches // self.args.accum, self._left())
-        self.doing, self.before = "training", self.step_count - self.step_in_epoch
         title = f"epoch {self.epoch + 1}/{self.args.epochs}"
         start = time.perf_counter()
         # disable=None: no bar where stderr is no terminal

@@ -240,9 +240,11 @@ class Watched(TensorDataset):
         (SPAWN, "raise ValueError('a bad sample')", "ValueError: a bad sample"),
         (TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed."),
         pytest.param(TORCHRUN, "raise ValueError('a bad sample')", "ValueError: a bad sample", marks=pytest.mark.slow),
-        pytest.param(SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal", marks=pytest.mark.slow),
         pytest.param(
-            SPAWN, "os.kill(os.getpid(), signal.SIGSTOP)", "DataLoader timed out after 6 s", marks=pytest.mark.slow
+            SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed.", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            SPAWN, "os.kill(os.getpid(), signal.SIGSTOP)", "DataLoader timed out after 6.0 s", marks=pytest.mark.slow
         ),
     ],
 )
