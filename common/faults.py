@@ -213,18 +213,16 @@ def show_and_kill(pids):
 
 def is_lost(error):
     """Whether an exception says that other ranks were lost, as a consequence of what happened there."""
-    words = ("gloo/transport", "Wait timeout")  # the latter is a store's in a file
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
 def tell(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
-    rank, local_rank = watch.ranks.rank, watch.ranks.local_rank
-    served = f"rank 0, which serves the store, {{}}: rank {rank} lost it in {where()}"
+    ranks = watch.ranks
+    served = f"rank 0, which serves the store, {{}}: rank {ranks.rank} lost it in {where()}"
 
     def give_up():
         write_error(served.format("does not answer"))
@@ -239,7 +237,9 @@ def tell(error):
             return _tell_of_signal()
         return _tell_of_others(error) if is_lost(error) else _tell_of_itself(error)
     except dist.DistError:
-        if local_rank == (rank == local_rank):  # rank 0 has told itself, if it could; of the others one on each machine
+        # Rank 0 told its own fault, if it could. Of the others one on each machine tells that it is gone.
+        here = ranks.rank == ranks.local_rank  # rank 0's machine
+        if ranks.local_rank == (1 if here else 0):
             write_error(served.format("is gone"))
         return 1
     finally:
@@ -267,8 +267,8 @@ def _tell_of_others(error):
 
 
 def _tell_of_itself(error):
-    """What has a `status` is a mistake in one line; of anything else the traceback is needed."""
-    plain, details = hasattr(error, "status"), ""
+    """What has an `exit_status` is told by one line; of anything else the traceback is needed."""
+    plain, details = hasattr(error, "exit_status"), ""
     if isinstance(error, SystemExit):
         line = f"left by sys.exit({error.code!r}), before the training was finished, in {where()}"
     elif plain:
@@ -281,7 +281,7 @@ def _tell_of_itself(error):
     _tell_once(line, details)
     leave_for_torchrun(line)
     watch.stay(1)
-    return error.status if plain else 1
+    return error.exit_status if plain else 1
 
 
 def _tell_once(line, details=""):

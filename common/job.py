@@ -43,9 +43,9 @@ class ToyMpModel(ToyModel):
 
 
 class DataError(Exception):
-    """Something is wrong with the data. An exception with a `status` is told in one line and ends a run with that."""
+    """Something is wrong with the data. An exception with an `exit_status` is told in one line, without a traceback."""
 
-    status = 2
+    exit_status = 2
 
 
 def read_digits(path):

@@ -40,13 +40,13 @@ released_last = []  # the process group, when `group.cleanup` has left it
 class RunError(Exception):
     """What went wrong and what to do, found by all processes of a machine alike: one line, status 1."""
 
-    status = 1
+    exit_status = 1
 
 
 class UserError(RunError):
     """A mistake of the user's: one line, status 2."""
 
-    status = 2
+    exit_status = 2
 
 
 class Stopped(Exception):
@@ -56,12 +56,13 @@ class Stopped(Exception):
 def one_line_errors(main):
     """Decorate the entry of a process: what ends it is told in one line.
 
-    An exception with a `status`, such as a `RunError`, is told without a traceback and ends it with that status.
+    An exception with an `exit_status`, such as a `RunError`, is told without a traceback, and ends it with that.
     """
 
     @functools.wraps(main)
     def wrapper(*args):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
         status, finished = 0, False
         try:
             main(*args)
@@ -71,7 +72,7 @@ def one_line_errors(main):
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             status = faults.tell(error) if faults.watch else _tell(error)
             restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-            if restarts and status == UserError.status and os.environ.get("LOCAL_RANK") == "0":
+            if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
                 os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         finally:
             if not finished:
@@ -95,7 +96,7 @@ def _tell(error):
         raise error
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if not hasattr(error, "status"):
+    if not hasattr(error, "exit_status"):
         traceback.print_exception(error)
         faults.write_error(f"failed in {faults.where()}: {faults.describe(error)}")
         return 1
@@ -110,7 +111,7 @@ def _tell(error):
     if first or not waited_for:
         faults.write_error(str(error))
     faults.leave_for_torchrun(str(error))
-    return error.status
+    return error.exit_status
 
 
 def _kill_workers():
@@ -313,6 +314,8 @@ def wait_for_ranks(context, directory):
     mp.spawn takes any exit with status 0 for success; here a rank must have reported that it finished.
     """
     processes = context.processes
+    # Opened before the ranks end, the last of which would remove it.
+    watch = faults.Watch(dist.FileStore(f"{directory}/store", -1), Ranks(world_size=len(processes)))
 
     def running():
         return {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
@@ -326,12 +329,11 @@ def wait_for_ranks(context, directory):
         connection.wait([process.sentinel for process in alive.values()])
     if not failed():
         return
-    watch = faults.Watch(dist.FileStore(f"{directory}/store", len(processes)), Ranks(world_size=len(processes)))
     end = time.monotonic() + faults.PATIENCE  # in which the others report
     while any(watch.state(rank) != "stopped" for rank in running()) and time.monotonic() < end:
         connection.wait([process.sentinel for process in running().values()], 0.1)
     codes, stuck, reports = failed(), running(), watch.reports()
-    told = {1, 2} if not reports else set()  # before they met, each rank told of its own fault
+    told = {130, 143} if reports else {1, 2, 130, 143}  # before they met, each rank told of its own fault
     ends = {rank: _how(code) for rank, code in codes.items() if rank not in reports and code not in told}
     blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in stuck}, ends)
     faults.show_and_kill([process.pid for process in stuck.values()])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Kit, free_port
+from harness import Kit, Preloaded, free_port
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests of single functions import `common`
 
@@ -22,6 +22,15 @@ def kit(tmp_path):
     kit = Kit(tmp_path)
     yield kit
     kit.kill_all()
+
+
+@pytest.fixture
+def scripts(kit):
+    if sys.platform == "win32":
+        pytest.skip("forks")
+    scripts = Preloaded(kit)
+    yield scripts
+    scripts.close()
 
 
 @pytest.fixture

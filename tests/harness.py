@@ -1,6 +1,7 @@
 """Runs the scripts as a user does, in subprocesses, and sees what they leave behind."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -146,3 +147,42 @@ class Kit:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+
+
+class Preloaded:
+    """Runs the scripts of a kit one after the other, each forked from a process that has imported torch."""
+
+    def __init__(self, kit):
+        self.kit, self.path = kit, kit.path
+        command = [PYTHON, Path(__file__).with_name("preloaded.py")]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=kit.path, env=kit.env, text=True)
+
+    def run(self, script, *options, env=None, cwd=None, limit=60):
+        """{"status", "out", "err"}; asserts what holds for any run."""
+        cwd = str(cwd or self.path)
+        run = {"argv": [str(self.path / script), *options], "env": env or {}, "cwd": cwd, "limit": limit}
+        self.process.stdin.write(json.dumps(run) + "\n")
+        self.process.stdin.flush()
+        result = json.loads(self.process.stdout.readline())
+        lines = [line for line in result["err"].splitlines() if "UserWarning" not in line]
+        assert result["status"] in (0, 1, 2), result
+        assert "Traceback" not in result["err"], result
+        if result["status"]:
+            assert [line[:7] for line in lines if not line.startswith("waiting for ")] == ["error: "], result
+        return result
+
+    def close(self):
+        self.process.stdin.close()
+        assert self.process.wait(10) == 0
+
+
+def files(directory):
+    """{path: digest, or where a link leads} of all files."""
+    paths = [path for path in directory.rglob("*") if "__pycache__" not in path.parts and not path.is_dir()]
+    return {
+        str(path.relative_to(directory)): str(path.readlink())
+        if path.is_symlink()
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+    }

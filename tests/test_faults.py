@@ -34,8 +34,8 @@ FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of
 @pytest.mark.parametrize(
     "command, code",
     [
-        pytest.param(command, code, marks=() if command != PAIRS and soon else pytest.mark.slow)
-        for code, soon in zip(FAULTS, (1, 0, 1, 0, 1, 1, 0), strict=True)
+        pytest.param(command, code, marks=() if command == soon else pytest.mark.slow)
+        for code, soon in zip(FAULTS, (SPAWN, 0, SPAWN, 0, TORCHRUN, SPAWN, TORCHRUN), strict=True)
         for command in (SPAWN, PAIRS, TORCHRUN)
         if command != PAIRS or "raise" in code
     ],
@@ -60,7 +60,13 @@ def test_rank_that_fails_or_is_stuck(kit, command, code):
     assert "while" not in code or 'job.py", line' in result.err, "its stack"
 
 
-@pytest.mark.parametrize("code", ["raise ValueError('no luck')", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ValueError('no luck')",
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow),
+    ],
+)
 def test_fault_of_rank_0_that_serves_the_store(kit, code):
     kit.fault(code, rank=0)
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -164,7 +170,7 @@ NAN = f"{RANK} is nan {STEP}, 5 in all, at learning rate 0.2: lower --lr, or try
 @pytest.mark.parametrize(
     "command, options",
     [
-        (SPAWN, ("--metrics", "m")),
+        pytest.param(SPAWN, ("--metrics", "m"), marks=pytest.mark.slow),
         (TORCHRUN, ("--snapshot", "run.pt", "--save-every", "1")),
         pytest.param(SPAWN, (), marks=pytest.mark.slow),
         pytest.param(SPAWN, ("--epochs", "1", "--accum", "2"), marks=pytest.mark.slow),
@@ -193,7 +199,11 @@ def test_weights_that_are_not_finite(kit):
 
 @pytest.mark.parametrize(
     "command, status",
-    [(SPAWN, 2), (("python", "dp_train.py"), 0), pytest.param(TORCHRUN, 1, marks=pytest.mark.slow)],
+    [
+        (SPAWN, 2),
+        pytest.param(("python", "dp_train.py"), 0, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, 1, marks=pytest.mark.slow),
+    ],
     ids=["spawn", "dp", "torchrun"],
 )
 def test_parameters_without_a_gradient(kit, command, status):
@@ -209,6 +219,7 @@ def test_parameters_without_a_gradient(kit, command, status):
         assert result.out.count(line) == 1
 
 
+@pytest.mark.slow
 def test_run_without_a_gradient_for_some_parameters(kit):
     """DDP that is told of it goes on."""
     layer = "        self.relu = nn.ReLU()\n"
@@ -238,7 +249,9 @@ class Watched(TensorDataset):
     "command, code, words",
     [
         (SPAWN, "raise ValueError('a bad sample')", "ValueError: a bad sample"),
-        (TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed."),
+        pytest.param(
+            TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed.", marks=pytest.mark.slow
+        ),
         pytest.param(TORCHRUN, "raise ValueError('a bad sample')", "ValueError: a bad sample", marks=pytest.mark.slow),
         pytest.param(
             SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed.", marks=pytest.mark.slow
@@ -258,7 +271,8 @@ def test_loader_worker_that_fails(kit, command, code, words):
     assert f"error: {RANK} failed in step 1/14 of epoch 1: " in result.errors[0] and words in result.errors[0], result
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_start_methods_of_loader_workers(kit, method):
     """As on macOS and Windows, and as Python 3.14 has it; the workers end with a launcher that is killed."""
     kit.edit(

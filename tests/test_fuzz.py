@@ -1,74 +1,27 @@
 """Random arguments, environments, snapshots and data: never a traceback, a hang or a changed file."""
 
 import gzip
-import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from harness import PYTHON
+from harness import files
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
-LIMIT = 60  # seconds; a run takes a fraction of one
+pytestmark = pytest.mark.slow
 # Set it for more: HOW_MANY=5000 pytest tests/test_fuzz.py
 fuzz = settings(
-    max_examples=int(os.environ.get("HOW_MANY", 40)),
+    max_examples=int(os.environ.get("HOW_MANY", 25)),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.generate],  # a failure is small as it is, and a run takes long
 )
-
-
-class Scripts:
-    """Runs scripts in a copy of the kit."""
-
-    def __init__(self, kit):
-        self.kit, self.path = kit, kit.path
-        command = [PYTHON, Path(__file__).with_name("preloaded.py")]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=kit.path, env=kit.env, text=True)
-
-    def run(self, script, *options, env=None, cwd=None):
-        """{"status", "out", "err"}; asserts what holds for any run."""
-        cwd = str(cwd or self.path)
-        run = {"argv": [str(self.path / script), *options], "env": env or {}, "cwd": cwd, "limit": LIMIT}
-        self.process.stdin.write(json.dumps(run) + "\n")
-        self.process.stdin.flush()
-        result = json.loads(self.process.stdout.readline())
-        lines = [line for line in result["err"].splitlines() if "UserWarning" not in line]
-        assert result["status"] in (0, 1, 2), result
-        assert "Traceback" not in result["err"], result
-        if result["status"]:
-            assert [line[:7] for line in lines if not line.startswith("waiting for ")] == ["error: "], result
-        return result
-
-
-def files(directory):
-    """{path: digest, or where a link leads} of all files."""
-    paths = [path for path in directory.rglob("*") if "__pycache__" not in path.parts and not path.is_dir()]
-    return {
-        str(path.relative_to(directory)): str(path.readlink())
-        if path.is_symlink()
-        else hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
-
-
-@pytest.fixture
-def scripts(kit):
-    scripts = Scripts(kit)
-    yield scripts
-    scripts.process.stdin.close()
-    assert scripts.process.wait(10) == 0
 
 
 WORDS = st.one_of(
@@ -205,8 +158,7 @@ def test_data(scripts, mutations, packed):
         assert result["status"] == 2 and ("digits.csv.gz" in result["err"] or "--batch-size" in result["err"]), result
 
 
-def test_the_runner_sees_a_hang(scripts, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 1)
+def test_a_hang_is_seen(scripts):
     (scripts.path / "hangs.py").write_text("import time\ntime.sleep(100)\n")
     with pytest.raises(AssertionError, match="hang"):
-        scripts.run("hangs.py")
+        scripts.run("hangs.py", limit=1)

@@ -52,7 +52,6 @@ def weights(kit, name):
 
 CLASSICAL = ("--nnodes=2", "--node_rank=@", "--master_addr=h0", "--master_port=29500")
 STARTERS = {
-    "script, address": (2, SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py"),
     "script, name": (3, SCRIPT, "--nnodes=3", "--node-rank=@", "--master-addr=h0", "--", "model_parallel_ddp.py"),
     "script, elastic": (2, SCRIPT, "--elastic=2:2", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py"),
     "torchrun, name": (2, *TORCHRUN, *CLASSICAL, "ddp_torchrun.py"),

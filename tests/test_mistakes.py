@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from harness import torchrun
+from harness import files, torchrun
 
 SCRIPTS = ("dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py")
 
@@ -18,6 +18,15 @@ IN_EVERY_SCRIPT = {
     "--batch-size 1440": "--batch-size 1440 is more than the 1438 samples",
     "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: No such file or directory",
     "--metrics data": "--metrics data: Is a directory",
+    "--metrics README.md": "--metrics README.md: there is a file of another kind, which is left as it is",
+    "--metrics x --snapshot ./x": "--metrics and --snapshot are both x",
+    "--snapshot data": "--snapshot data: Is a directory",
+    "--snapshot README.md/x": "--snapshot README.md/x: Not a directory",
+    "--tensorboard README.md": "--tensorboard README.md: Not a directory",
+    "--timeout 0.5": "argument --timeout: '0.5' is not from 1 to 1e6",
+    "--threads 9999": "argument --threads: '9999' is not a whole number of at least 1 and at most 1024",
+    "--seed 1e3": "argument --seed: ",
+    "--epochs 99999999999999999999": "argument --epochs: ",
     "--no-such-option": "unrecognized arguments: --no-such-option",
 }
 IN_ONE = {
@@ -42,17 +51,45 @@ def check(kit, command, expected, env=None):
     assert before == sorted(path for path in kit.path.rglob("*") if "__pycache__" not in path.parts)
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_mistake_as_a_user_makes_it(kit, number):
+    options = [*IN_EVERY_SCRIPT][number]
+    check(kit, ["python", SCRIPTS[number % len(SCRIPTS)], *options.split()], IN_EVERY_SCRIPT[options])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_mistake_that_each_script_tells(scripts, script):
+    before = files(scripts.path)
+    for options, words in IN_EVERY_SCRIPT.items():
+        result = scripts.run(script, *options.split())
+        assert result["status"] == 2 and words in result["err"], result
+        assert len(result["err"].splitlines()) == 1
+    assert files(scripts.path) == before
+
+
+def test_compile_without_a_compiler(scripts):
+    for script in SCRIPTS:
+        result = scripts.run(script, "--compile", env={"PATH": "/nowhere"})
+        assert result["status"] == 2 and result["err"].startswith("error: --compile needs a C++ compiler"), result
+
+
 @pytest.mark.parametrize(
-    "script, options",
+    "code, words",
     [
-        # Each mistake in one script, soon; in all the others, when there is time.
-        pytest.param(script, options, marks=() if SCRIPTS[number % len(SCRIPTS)] == script else pytest.mark.slow)
-        for number, options in enumerate(IN_EVERY_SCRIPT)
-        for script in SCRIPTS
+        ("torch.__version__ = '2.5.1'", "torch 2.5.1 is too old"),
+        ("torch.distributed.is_available = lambda: False", "was built without torch.distributed"),
     ],
 )
-def test_mistake_that_each_script_tells(kit, script, options):
-    check(kit, ["python", script, *options.split()], IN_EVERY_SCRIPT[options])
+def test_torch_that_does_not_suffice(kit, code, words):
+    (kit.path / "sitecustomize.py").write_text(f"import torch\n{code}\n")
+    for script in ("ddp_spawn.py", "dp_train.py"):
+        check(kit, ["python", script], words, {"PYTHONPATH": "."})
+
+
+def test_variables_of_others_are_left_alone(kit):
+    """ddp_spawn.py needs no port."""
+    result = kit.run("python", "ddp_spawn.py", "--epochs", "1", env={"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"})
+    assert result.status == 0
 
 
 @pytest.mark.parametrize("command", IN_ONE)

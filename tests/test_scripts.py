@@ -143,7 +143,7 @@ def test_workers_change_nothing(kit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["dp_train.py", "ddp_torchrun.py", "model_parallel_ddp.py"])
+@pytest.mark.parametrize("script", ["ddp_torchrun.py", "model_parallel_ddp.py"])
 def test_compile(kit, script):
     options = ("--precision", "fp64", "--epochs", "2", "--metrics", "metrics.jsonl")
     assert kit.run("python", script, *options).status == 0
