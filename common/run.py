@@ -61,12 +61,7 @@ class Arguments(argparse.ArgumentParser):
         if ddp:
             add("--backend", default="auto", help="gloo, nccl, …; auto: the one that torch names for the device")
         if nprocs:
-            add(
-                "--nprocs",
-                type=whole(1, 1024),
-                metavar="N",
-                help="processes; default: as the devices allow, 2 on a CPU",
-            )
+            add("--nprocs", type=whole(1, 1024), metavar="N", help="processes; default: a device each, 2 on a CPU")
         if launched:
             add("--init-method", type=init_method, default="env://", help="env://, tcp://HOST:PORT or file:///PATH")
             add("--local-rank", "--local_rank", type=whole(0), help=argparse.SUPPRESS)  # torch.distributed.launch
@@ -75,7 +70,7 @@ class Arguments(argparse.ArgumentParser):
         options = super().parse_args(*args)
         if options.save_every and not options.snapshot:
             raise UserError("--save-every needs --snapshot PATH: the file to save to")
-        if options.metrics and options.snapshot and options.metrics.resolve() == options.snapshot.resolve():
+        if options.metrics and options.snapshot and options.metrics.absolute() == options.snapshot.absolute():
             raise UserError(f"--metrics and --snapshot are both {options.metrics}: give each its own")
         options.device = group.resolve_device(options.device)
         if "backend" in options:
@@ -345,11 +340,10 @@ class Run:
         return f"step {self.step_in_epoch}/{self.sampler.steps} of epoch {self.epoch + 1}, {self.step_count} in all"
 
     def _where(self):
-        if self.doing == "training":
-            return (
-                f"step {min(self.step_in_epoch + 1, self.sampler.steps)}/{self.sampler.steps} of epoch {self.epoch + 1}"
-            )
-        return self.doing
+        if self.doing != "training":
+            return self.doing
+        steps = self.sampler.steps
+        return f"step {min(self.step_in_epoch + 1, steps)}/{steps} of epoch {self.epoch + 1}"
 
     def _left(self):
         """How many steps are left, in this epoch and the ones after it."""
@@ -375,7 +369,7 @@ class Run:
     def steps(self, loader):
         """Iterate over the epoch's optimizer steps; each is an iterator over its micro-batches.
 
-        Raises `RunError` on all ranks where a loss is not finite, and with it stops all at the same step, in a second.
+        Raises `RunError` on all ranks, at the same step and about a second later at most, where a loss is not finite.
         """
         self.doing, self.before = "training", self.step_count - self.step_in_epoch
         batches = (self.sampler.steps - self.sampler.step) * self.args.accum
