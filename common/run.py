@@ -311,8 +311,7 @@ class Run:
         self.saved = None  # the step of the snapshot that is there
         faults.where = self._where
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
-        self.log = Log(args)
-        group.from_rank(0, self.log.open)
+        group.from_rank(0, lambda: check_paths(args))
         group.check_same("the size of the train set", sampler.size)
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         snapshot.seed(args.seed)
@@ -322,6 +321,8 @@ class Run:
             self._resume(self.snapshots.resume())
             Stop.listen()
         self.in_training, self.in_evaluation = EachSecond(device), EachSecond(device)
+        self.log = Log(args)
+        group.from_rank(0, self.log.open)  # last, since it writes
 
     def _resume(self, position):
         if not position:
@@ -625,12 +626,6 @@ class Log:
 
     def open(self):
         """Raises `UserError` where it cannot write."""
-        check_paths(self.args)
-        if self.args.metrics:
-            try:
-                self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"--metrics {self.args.metrics}: {error.strerror}") from None
         if self.args.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -640,6 +635,11 @@ class Log:
                 self.board = SummaryWriter(self.args.tensorboard)
             except OSError as error:
                 raise UserError(f"--tensorboard {self.args.tensorboard}: {error.strerror}") from None
+        if self.args.metrics:
+            try:
+                self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--metrics {self.args.metrics}: {error.strerror}") from None
 
     def write(self, event, **values):
         if self.lines:
