@@ -70,8 +70,11 @@ class Arguments(argparse.ArgumentParser):
         options = super().parse_args(*args)
         if options.save_every and not options.snapshot:
             raise UserError("--save-every needs --snapshot PATH: the file to save to")
-        if options.metrics and options.snapshot and options.metrics.absolute() == options.snapshot.absolute():
-            raise UserError(f"--metrics and --snapshot are both {options.metrics}: give each its own")
+        written = [path.absolute() for path in (options.metrics, options.tensorboard, options.snapshot) if path]
+        if options.snapshot:
+            written += [Path(f"{written[-1]}{suffix}") for suffix in (".prev", ".tmp")]
+        if len(set(written)) < len(written):
+            raise UserError("--metrics, --tensorboard and --snapshot, with its .prev and .tmp: give each its own path")
         options.device = group.resolve_device(options.device)
         if "backend" in options:
             options.backend = group.resolve_backend(options.backend, options.device)
