@@ -636,8 +636,8 @@ class Log:
                 raise UserError("--tensorboard needs the package: pip install tensorboard") from None
             try:
                 self.board = SummaryWriter(self.args.tensorboard)
-            except OSError as error:
-                raise UserError(f"--tensorboard {self.args.tensorboard}: {error.strerror}") from None
+            except (OSError, UnicodeError) as error:
+                raise UserError(f"--tensorboard {self.args.tensorboard}: {faults.describe(error)}") from None
         if self.args.metrics:
             try:
                 self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
