@@ -75,9 +75,9 @@ def one_line_errors(main):
             if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
                 os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         finally:
+            faults.where = faults.watch = None  # they hold the run, whose loader workers end in order with it
             if not finished:
                 _kill_workers()  # they may be in the midst of something, and would be waited for
-            faults.where = faults.watch = None  # the run
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
             # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
             # the last to release the group: it would wait for these threads while they wait for Python's lock.
@@ -335,7 +335,8 @@ def wait_for_ranks(context, directory):
     codes, stuck, reports = failed(), running(), watch.reports()
     told = {130, 143} if reports else {1, 2, 130, 143}  # before they met, each rank told of its own fault
     ends = {rank: _how(code) for rank, code in codes.items() if rank not in reports and code not in told}
-    blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in stuck}, ends)
+    states = {rank: watch.state(rank) for rank in stuck if reports}
+    blamed, line = faults.judge(watch, reports, states, ends)
     faults.show_and_kill([process.pid for process in stuck.values()])
     if line and reports.get(blamed, {}).get("kind") != "own":  # which told it
         faults.write_error(line)
@@ -344,8 +345,10 @@ def wait_for_ranks(context, directory):
 
 
 def _how(code):
-    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-    return killed or f"left with status {code} before its training was finished"
+    if code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+    return f"left with status {code} before its training was finished"
 
 
 def die_with_parent():

@@ -250,13 +250,9 @@ class Watched(TensorDataset):
     "command, code, words",
     [
         (SPAWN, "raise ValueError('a bad sample')", "ValueError: a bad sample"),
-        pytest.param(
-            TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed.", marks=pytest.mark.slow
-        ),
+        pytest.param(TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " exited unexpectedly", marks=pytest.mark.slow),
         pytest.param(TORCHRUN, "raise ValueError('a bad sample')", "ValueError: a bad sample", marks=pytest.mark.slow),
-        pytest.param(
-            SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " is killed by signal: Killed.", marks=pytest.mark.slow
-        ),
+        pytest.param(SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " exited unexpectedly", marks=pytest.mark.slow),
         pytest.param(
             SPAWN, "os.kill(os.getpid(), signal.SIGSTOP)", "DataLoader timed out after 10.0 s", marks=pytest.mark.slow
         ),
@@ -331,3 +327,14 @@ def test_metrics_are_json(kit):
     kit.run("python", "dp_train.py", "--lr", "1e9", "--metrics", "m", timeout=120)
     text = (kit.path / "m").read_text()
     assert text and all(json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
+
+
+@pytest.mark.slow
+def test_rank_that_does_not_come(kit):
+    kit.edit(
+        "common/group.py", "    store, host = ", "    ranks.rank == 1 and os.kill(os.getpid(), 19)\n    store, host = "
+    )
+    result = kit.run(*SPAWN, "--timeout", "10", timeout=120)
+    assert result.status == 1
+    assert len(result.errors) == 1 and "s in vain for node 0 (" in result.errors[0], result
+    assert "local rank 1; here is node 0" in result.errors[0]

@@ -1,5 +1,6 @@
 """Nothing lost: a run that was killed or stopped, and started again, ends as if nothing had happened."""
 
+import contextlib
 import os
 import pickle
 import random
@@ -181,10 +182,15 @@ def test_kills_while_saving(kit):
     (kit.path / "common" / "job.py").write_text(text)
     moments, step, torn = random.Random(7), 0, 0
     path, temporary = kit.path / "run.pt", kit.path / "run.pt.tmp"
-    for _ in range(10):
+
+    def saving_since(start):
+        with contextlib.suppress(FileNotFoundError):  # between two of them
+            return temporary.stat().st_mtime > start
+
+    for _ in range(6):
         run = kit.start(*ALONE, *SNAPSHOT, "--save-every", "1", "--epochs", "100", "--lr", "0.001")
         start = time.time()
-        run.wait_for(lambda start=start: temporary.exists() and temporary.stat().st_mtime > start)
+        run.wait_for(lambda start=start: saving_since(start))
         time.sleep(moments.random() * 0.3)
         kit.kill_all()
         run.result()
@@ -194,7 +200,7 @@ def test_kills_while_saving(kit):
             saved = load(kit)["position"]["step_count"]
             assert saved >= step
             step = saved
-    print(f"10 kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
+    print(f"6 kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
     assert step > 0 and torn > 1
     result = kit.run(*ALONE, *SNAPSHOT, "--epochs", "100", "--lr", "0.001", "--steps", str(step + 1))
     assert result.status == 0 and not temporary.exists()
