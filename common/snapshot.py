@@ -90,7 +90,7 @@ class Snapshots:
             if not parameter.isfinite().all():
                 raise RunError(
                     f"{name} is not finite after step {position['step_count']}, which is not saved: lower --lr, or try "
-                    f"--clip 1; the snapshot before, if any, is untouched"
+                    "--clip 1; the snapshot before, if any, is untouched"
                 )
 
     def _check_place(self):

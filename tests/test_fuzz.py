@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
-# Set it for more: HOW_MANY=5000 pytest tests/test_fuzz.py
+# Set it for more: HOW_MANY=5000 pytest -m slow tests/test_fuzz.py
 fuzz = settings(
     max_examples=int(os.environ.get("HOW_MANY", 25)),
     deadline=None,

@@ -180,14 +180,15 @@ def test_kills_while_saving(kit):
         "nn.Linear(64, 10)", "nn.Linear(100_000, 10)"
     )
     (kit.path / "common" / "job.py").write_text(text)
-    moments, step, torn = random.Random(7), 0, 0
+    moments, step, torn, kills = random.Random(7), 0, 0, 0
     path, temporary = kit.path / "run.pt", kit.path / "run.pt.tmp"
 
     def saving_since(start):
         with contextlib.suppress(FileNotFoundError):  # between two of them
             return temporary.stat().st_mtime > start
 
-    for _ in range(6):
+    while not step or torn < 2:
+        kills += 1
         run = kit.start(*ALONE, *SNAPSHOT, "--save-every", "1", "--epochs", "100", "--lr", "0.001")
         start = time.time()
         run.wait_for(lambda start=start: saving_since(start))
@@ -200,8 +201,7 @@ def test_kills_while_saving(kit):
             saved = load(kit)["position"]["step_count"]
             assert saved >= step
             step = saved
-    print(f"6 kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
-    assert step > 0 and torn > 1
+    print(f"{kills} kills while saving, {torn} of them left half a file behind, last snapshot at step {step}")
     result = kit.run(*ALONE, *SNAPSHOT, "--epochs", "100", "--lr", "0.001", "--steps", str(step + 1))
     assert result.status == 0 and not temporary.exists()
     assert load(kit)["position"]["step_count"] == step + 1
