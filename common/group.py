@@ -113,6 +113,9 @@ def prepare(args, ranks, device):
         # mp.spawn would let each process use all cores, torchrun sets OMP_NUM_THREADS=1.
         share = usable // ranks.local_world_size
     torch.set_num_threads(args.threads or max(1, share))
+    # Once a block of this size was freed, glibc keeps what is freed from then on; else it may give the activations
+    # back to the kernel after each step, and fetch them again page by page.
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
 
@@ -190,20 +193,28 @@ def total(tensor):
 
 def gather(row, device):
     """Every rank's row of n numbers: float64 [world size, n], on the CPU."""
-    row = torch.as_tensor(row, dtype=torch.float64, device=device)
-    rows = [row]
-    if dist.is_initialized():
-        rows = [torch.empty_like(row) for _ in range(world_size())]
-        dist.all_gather(rows, row)
-    return torch.stack(rows).cpu()
+    rows = torch.zeros(world_size(), len(row), dtype=torch.float64, device=device)
+    rows[rank()] = torch.as_tensor(row, dtype=torch.float64)
+    return total(rows).cpu()
 
 
-def gather_objects(value):
-    """Every rank's value, anything that pickle takes, in a list."""
-    values = [value]
+def most(row, device):
+    """The greatest of each of n numbers over the ranks, in a list. Its cost hardly grows with the world size."""
+    row = torch.tensor(row, dtype=torch.float64, device=device)
     if dist.is_initialized():
-        values = [None] * world_size()
+        dist.all_reduce(row, dist.ReduceOp.MAX)
+    return row.tolist()
+
+
+def gather_objects(value, everywhere=True):
+    """Every rank's value, anything that pickle takes, in a list; where not everywhere, None but on rank 0."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size() if everywhere or rank() == 0 else None
+    if everywhere:
         dist.all_gather_object(values, value)
+    else:
+        dist.gather_object(value, values)
     return values
 
 
@@ -242,11 +253,14 @@ def check_same_weights(model, device):
         values = parameter.detach().cpu().double()
         names.append(name)
         sums += [values.sum(), values.abs().sum()]
-    checksums = gather(torch.stack(sums), device).nan_to_num(nan=-1).view(world_size(), -1, 2)
+    sums = torch.stack(sums).nan_to_num(nan=-1).view(-1, 2)
+    first = sums.to(device, copy=True)
+    if dist.is_initialized():
+        dist.broadcast(first, 0)
+    first = first.cpu()
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
-    differs = (checksums - checksums[0]).abs() > 1e-12 * checksums[0, :, 1:]
-    differs = differs.any(2)
-    if differs.any():
-        ranks = ", ".join(str(rank) for rank in differs.any(1).nonzero().flatten().tolist())
-        name = names[differs.any(0).nonzero()[0, 0]]
-        raise RunError(f"the weights of rank {ranks} differ from those of rank 0, first in {name}")
+    differs = ((sums - first).abs() > 1e-12 * first[:, 1:]).any(1).nonzero().flatten().tolist()
+    found = gather([differs[0] if differs else -1], device).flatten().long().tolist()
+    if ranks := [rank for rank, index in enumerate(found) if index >= 0]:
+        name = names[min(found[rank] for rank in ranks)]
+        raise RunError(f"the weights of rank {', '.join(map(str, ranks))} differ from those of rank 0, first in {name}")

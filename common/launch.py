@@ -34,6 +34,7 @@ LAUNCHERS = {
 }
 
 
+finish_first = []  # functions to call when all went well
 released_last = []  # the process group, when `group.cleanup` has left it
 
 
@@ -66,6 +67,8 @@ def one_line_errors(main):
         status, finished = 0, False
         try:
             main(*args)
+            for finish in finish_first:
+                finish()
             finished = True
         except Stopped as stopped:
             status = 128 + stopped.args[0]

@@ -44,6 +44,7 @@ class Arguments(argparse.ArgumentParser):
         add("--batch-size", type=whole(1), default=96, metavar="N", help="global: what one step sees; default 96")
         add("--lr", type=positive, default=0.2, help="learning rate; default 0.2")
         add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order of samples; default 0")
+        add("--shuffle", choices=["randperm", "keyed"], default="randperm", help="keyed: no memory, for huge data")
         add("--steps", type=whole(1), metavar="N", help="stop after N steps in all")
         add("--device", default="auto", help="cpu, cuda, …; auto: the accelerator that torch finds, else cpu")
         add("--precision", choices=["fp32", "fp64", "bf16", "fp16"], default="fp32", help="bf16, fp16: autocast")
@@ -183,15 +184,17 @@ def check_batch(args, world_size):
 class ResumableSampler(Sampler):
     """This rank's share of each epoch, from any step on, so that step k sees the same samples at any world size.
 
-    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch. What
-    does not fill a global batch at the end of an epoch is left out. Only one step's indices become Python numbers.
+    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch, or,
+    with `--shuffle keyed`, of `keyed_permutation`. What does not fill a global batch at the end of an epoch is left out.
     Raises `UserError` where the `size` samples do not fill one global batch.
     """
+
+    CHUNK = 2**14  # indices that are Python numbers at a time
 
     def __init__(self, size, args):
         if size < args.batch_size:
             raise UserError(f"--batch-size {args.batch_size} is more than the {size} samples of the train set")
-        self.size, self.seed, self.batch = size, args.seed, args.batch_size
+        self.size, self.seed, self.batch, self.shuffle = size, args.seed, args.batch_size, args.shuffle
         self.rank, self.world_size = group.rank(), group.world_size()
         self.micro_batch = args.batch_size // (self.world_size * args.accum)  # samples per process at a time
         self.steps = size // args.batch_size  # per epoch
@@ -205,9 +208,39 @@ class ResumableSampler(Sampler):
         return (self.steps - self.step) * self.batch // self.world_size
 
     def __iter__(self):
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        for start in range(self.step * self.batch, self.steps * self.batch, self.batch):
-            yield from order[start + self.rank : start + self.batch : self.world_size].tolist()
+        first, end, stride = self.step * self.batch + self.rank, self.steps * self.batch, self.world_size
+        random = torch.Generator().manual_seed(self.seed + self.epoch)
+        if self.shuffle == "keyed":
+            starts = range(first, end, self.CHUNK * stride)
+            places = (torch.arange(start, min(start + self.CHUNK * stride, end), stride) for start in starts)
+            keys = torch.randint(2**62, (6,), generator=random).tolist()
+            chunks = (keyed_permutation(place, self.size, keys) for place in places)
+        else:
+            # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share.
+            dtype = torch.int32 if self.size < 2**31 else torch.int64
+            order = torch.randperm(self.size, generator=random, dtype=dtype)
+            chunks = order[first:end:stride].clone().split(self.CHUNK)
+        return chain.from_iterable(chunk.tolist() for chunk in chunks)
+
+
+def keyed_permutation(places, size, keys):
+    """Which of `size` samples stand at these places of the order that the keys choose; both int64 [n].
+
+    A Feistel network permutes the numbers of an even count of bits. What falls outside `size` is permuted on until it
+    falls inside. (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002.)
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = 2**half - 1
+    samples, outside = places.clone(), slice(None)
+    while len(values := samples[outside]):
+        left, right = values >> half, values & mask
+        for key in keys:
+            mixed = (right ^ key) * -0x61C8864680B583EB  # 2^64 over the golden ratio; overflows wrap around
+            mixed = (mixed ^ (mixed >> 31)) * -0x61C8864680B583EB
+            left, right = right, left ^ ((mixed >> 31) & mask)
+        samples[outside] = left << half | right
+        outside = (samples >= size).nonzero().flatten()
+    return samples
 
 
 def loader_options(args, device):
@@ -262,10 +295,10 @@ class EachSecond:
     def __init__(self, device):
         self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
 
-    def gather(self, numbers):
+    def most(self, numbers):
         """To be called after each step. `numbers` returns this rank's.
 
-        Returns float64 [world size, numbers] after the steps at which the ranks exchange them, else None.
+        Returns the greatest of each over the ranks after the steps at which they exchange them, else None.
         """
         self.left -= 1
         if self.left:
@@ -273,12 +306,11 @@ class EachSecond:
         if faults.watch:
             faults.watch.beat()
         now = time.monotonic()
-        rows = group.gather([now - self.start, *numbers()], self.device)
-        seconds = rows[:, 0].max().item()
+        seconds, *most = group.most([now - self.start, *numbers()], self.device)
         # The same on all ranks. It doubles at most, so that one fast step does not put the next exchange far off.
         self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
         self.start = now
-        return rows[:, 1:]
+        return most
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -308,8 +340,8 @@ class Run:
         self.args, self.model, self.optimizer, self.sampler, self.device = args, model, optimizer, sampler, device
         self.epoch = self.step_in_epoch = self.step_count = self.samples = 0
         self.seconds = self.loss_sum = self.loss_share = 0.0
-        self.loss = self.score = self.test_loader = None
-        self.doing, self.losses = "the start", []
+        self.loss = self.score = self.train_loader = self.test_loader = None
+        self.doing, self.losses, self.bad_loss = "the start", [], (0, 0.0)
         self.broken = self.gradients_checked = False
         self.saved = None  # the step of the snapshot that is there
         faults.where = self._where
@@ -377,10 +409,14 @@ class Run:
         """
         self.doing, self.before = "training", self.step_count - self.step_in_epoch
         batches = (self.sampler.steps - self.sampler.step) * self.args.accum
-        lengths = group.gather([len(loader)], self.device).flatten().long().tolist()
-        if any(length != batches for length in lengths):
-            # With gloo a rank that goes on alone could add a metric of the others to its gradient.
-            raise UserError(f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler")
+        if loader is not self.train_loader:
+            self.train_loader = loader
+            lengths = group.gather([len(loader)], self.device).flatten().long().tolist()
+            if any(length != batches for length in lengths):
+                # With gloo a rank that goes on alone could add a metric of the others to its gradient.
+                raise UserError(
+                    f"the ranks' loaders have {lengths} batches, not {batches} each: build them on the sampler"
+                )
         steps = min(batches // self.args.accum, self._left())
         title = f"epoch {self.epoch + 1}/{self.args.epochs}"
         start = time.perf_counter()
@@ -389,9 +425,10 @@ class Run:
             batches = iterate(loader) if steps else None
             if self.warm_up and steps:
                 batches = self._warm_up(batches)
-            self.broken = True
+            self.broken, accumulates = True, self.args.accum > 1
             for _ in range(steps):
-                yield self._micro_batches(batches)
+                self.step_loss = None
+                yield self._micro_batches(batches) if accumulates else (next(batches),)
                 self.step_in_epoch += 1
                 bar.update()
                 self._after_step()
@@ -429,19 +466,20 @@ class Run:
         return chain([first], batches)
 
     def _look_at_losses(self):
-        """Add this rank's new losses to its share. Returns (the first step with a loss not finite or 0, that loss)."""
+        """Add this rank's new losses to its share. Returns whether one is not finite, as `bad_loss` then has it."""
         losses = torch.stack([torch.as_tensor(loss) for loss in self.losses]).tolist() if self.losses else []
         bad = [(self.step_count - len(losses) + number, loss) for number, loss in enumerate(losses, 1)]
         bad = [(step, loss) for step, loss in bad if not math.isfinite(loss)]
         for loss in losses:  # one by one: the sum shall not depend on when this is called
             self.loss_share += loss
         self.losses.clear()
-        return bad[0] if bad else (0, 0.0)
+        if bad:
+            self.bad_loss = bad[0]
+        return bool(bad)
 
-    def _refuse_bad_losses(self, found):
-        """Raise `RunError` where `_look_at_losses` of a rank found something. found: float64 [world size, 2]."""
-        if not found[:, 0].any():
-            return
+    def _refuse_bad_losses(self):
+        """Raise `RunError`, since `_look_at_losses` of some rank has found one."""
+        found = group.gather(self.bad_loss, self.device)
         step = found[:, 0][found[:, 0] > 0].min()
         ranks = (found[:, 0] == step).nonzero().flatten().tolist()
         names = faults.watch.names(ranks) if faults.watch else "this process"
@@ -455,17 +493,21 @@ class Run:
     def _sum_losses(self):
         """Add the losses since the last call, which are each rank's own, to the epoch's sum of mean losses."""
         bad = self._look_at_losses()
-        rows = group.gather([*bad, self.loss_share], self.device)
-        self._refuse_bad_losses(rows)
-        self.loss_sum += rows[:, 2].sum().item() / group.world_size()
+        bad, loss = group.total(torch.tensor([bad, self.loss_share], dtype=torch.float64, device=self.device)).tolist()
+        if bad:
+            self._refuse_bad_losses()
+        self.loss_sum += loss / group.world_size()
         self.loss_share = 0.0
 
     def _after_step(self):
-        rows = self.in_training.gather(lambda: [Stop.received, *self._look_at_losses()])
-        if rows is not None:
-            self._refuse_bad_losses(rows[:, 1:])
-            if rows[:, 0].any():
-                self._stop(int(rows[:, 0].max()))
+        if found := self.in_training.most(lambda: [Stop.received, self._look_at_losses(), self._save_failed()]):
+            stop, bad, failed = found
+            if bad:
+                self._refuse_bad_losses()
+            if failed:
+                self.snapshots.finish()
+            if stop:
+                self._stop(int(stop))
         if self.args.save_every and self.step_count % self.args.save_every == 0:
             self._save()
 
@@ -476,8 +518,12 @@ class Run:
             self.snapshots.save(position | {"loss_sum": self.loss_sum})
             self.saved = self.step_count
 
+    def _save_failed(self):
+        return self.snapshots is not None and self.snapshots.failed()
+
     def _stop(self, number):
         self._save()
+        self.snapshots.finish()
         name = signal.Signals(number).name
         group.say(f"stopped by {name} after {self._at()}: the same command goes on from {self.args.snapshot}")
         group.cleanup()
@@ -507,7 +553,6 @@ class Run:
         group.say(line)
 
     def _micro_batches(self, loader):
-        self.step_loss = 0
         for _ in range(self.args.accum - 1):
             # DDP adds the gradients up locally and communicates on the last micro-batch alone.
             with getattr(self.model, "no_sync", nullcontext)():
@@ -519,7 +564,8 @@ class Run:
         if self.args.accum > 1:
             loss = loss / self.args.accum
         self.scaler.scale(loss).backward()
-        self.step_loss += loss.detach()
+        loss = loss.detach()
+        self.step_loss = loss if self.step_loss is None else self.step_loss + loss
 
     def step(self):
         """`optimizer.step()`, after unscaling and clipping the gradient; logs the step's loss."""
@@ -557,9 +603,9 @@ class Run:
                 outputs = model(inputs.to(device, non_blocking=True))
             correct += score(outputs, labels.to(outputs.device, non_blocking=True))
             total += len(labels)
-            rows = self.in_evaluation.gather(lambda: [Stop.received]) if batch < everywhere else None
-            if rows is not None and rows.any():
-                self._stop(int(rows.max()))
+            found = self.in_evaluation.most(lambda: [Stop.received]) if batch < everywhere else None
+            if found and found[0]:
+                self._stop(int(found[0]))
         model.train()
         correct, total = group.total(torch.tensor([int(correct), total], device=self.device)).tolist()
         self.score = {"accuracy": correct / total, "correct": correct, "total": total}
@@ -573,6 +619,8 @@ class Run:
 
     def _finish(self):
         self.doing, model = "the end", unwrap(self.model)
+        if self.snapshots:
+            self.snapshots.finish()
         group.check_same_weights(model, self.device)
         memory = group.gather(peak_memory(self.model), self.device).flatten().tolist()
         peaks = ", ".join(f"{mib:.0f}" for mib in memory)

@@ -9,13 +9,14 @@ import secrets
 import shutil
 import stat
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import torch
 from torch import nn
 
 from common import group
-from common.launch import RunError, UserError
+from common.launch import RunError, UserError, finish_first
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)  # what `weights_only` lets through
 
@@ -38,9 +39,12 @@ class Snapshots:
             "--seed": args.seed,
             "--batch-size": args.batch_size,
             "--lr": args.lr,
+            "--shuffle": args.shuffle,
             "size of the train set": data_size,
             "optimizer": type(optimizer).__name__,
         }
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+        finish_first.append(self.finish)  # also where the loop over the epochs was left before its end
         group.from_rank(0, self._check_place)
 
     def resume(self):
@@ -78,16 +82,38 @@ class Snapshots:
         return state["position"]
 
     def save(self, position):
-        """Write a snapshot. `position`: where the run is, a dict of numbers, among them "step_count".
+        """Copy what a snapshot holds, and let a thread of rank 0 write it while the training goes on; see `finish`.
+
+        `position`: where the run is, a dict of numbers, among them "step_count". Waits until the snapshot before is
+        written. Raises what `finish` does.
+        """
+        states = group.gather_objects(random_states(self.model), everywhere=False)
+        group.from_rank(0, lambda: self._begin(position, states))
+
+    def finish(self):
+        """Wait until the last snapshot is on disk.
 
         Raises `RunError` on all ranks where it could not be written; the snapshot before is untouched then.
         """
-        states = group.gather_objects(random_states(self.model))
-        group.from_rank(0, lambda: self._check_finite(position) or self._write(position, states))
+        group.from_rank(0, self._wait)
+
+    def failed(self):
+        """Whether this rank knows already that `finish` will raise."""
+        return self.writing is not None and self.writing.done() and self.writing.exception() is not None
+
+    def _wait(self):
+        if self.writing:
+            self.writing.result()
+
+    def _begin(self, position, states):
+        self._wait()
+        self._check_finite(position)
+        self.writing = self.thread.submit(self._write, position, self._copy(position, states))
 
     def _check_finite(self, position):
         for name, parameter in self.model.named_parameters():
-            if not parameter.isfinite().all():
+            # The sum is fast, and not finite where a number is not, but also where it overflows.
+            if not parameter.sum().isfinite() and not parameter.isfinite().all():
                 raise RunError(
                     f"{name} is not finite after step {position['step_count']}, which is not saved: lower --lr, or try "
                     "--clip 1; the snapshot before, if any, is untouched"
@@ -155,8 +181,8 @@ class Snapshots:
             return f"is of a run whose optimizer has groups of {groups} parameters, in this run of {here}"
         return None
 
-    def _write(self, position, states):
-        state = to_cpu(
+    def _copy(self, position, states):
+        return copied(
             {
                 "model": plain_state(self.model),
                 "optimizer": self.optimizer.state_dict(),
@@ -167,8 +193,11 @@ class Snapshots:
                 "world_size": group.world_size(),
                 "torch": str(torch.__version__),
                 "id": secrets.token_hex(8),
-            }
+            },
+            {},
         )
+
+    def _write(self, position, state):
         try:
             with self.temporary.open("xb") as file:
                 torch.save(state, file)
@@ -243,14 +272,20 @@ def tensors(value):
             yield from tensors(item)
 
 
-def to_cpu(value):
-    """A nested state with its tensors on the CPU. Raises `RunError` for what `weights_only` would not read again."""
+def copied(value, copies):
+    """A nested state with its tensors copied to the CPU, the same memory once. copies: {} to begin with.
+
+    Raises `RunError` for what `weights_only` would not read again.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
     if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
+        return {key: copied(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_cpu(item) for item in value)
+        return type(value)(copied(item, copies) for item in value)
     if not isinstance(value, PLAIN):
         raise RunError(f"a snapshot cannot hold a {type(value).__module__}.{type(value).__name__}, only plain types")
     return value
