@@ -36,10 +36,14 @@ def main():
     loader = DataLoader(train_set, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
 
     # 3. Model: the same weights everywhere, whose gradients DDP averages.
-    model = DDP(job.ToyModel().to(device), device_ids=[device.index] if device.index is not None else None)
+    model = DDP(
+        job.ToyModel().to(device),
+        device_ids=[device.index] if device.index is not None else None,
+        gradient_as_bucket_view=True,  # spares a copy of all gradients
+    )
     if args.compile:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, fused=True)
 
     # 4. Training.
     run = Run(args, model, optimizer, sampler, device)

@@ -35,10 +35,10 @@ def train(args, ranks, init_method):
     loader = DataLoader(train_set, sampler.micro_batch, sampler=sampler, **loader_options(args, dev1))
 
     # 3. Model: no device_ids, since each replica is on two.
-    model = DDP(job.ToyMpModel(dev0, dev1))
+    model = DDP(job.ToyMpModel(dev0, dev1), gradient_as_bucket_view=True)  # spares a copy of all gradients
     if args.compile:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, fused=True)
 
     # 4. Training: the inputs enter on dev0, the outputs come out on dev1.
     run = Run(args, model, optimizer, sampler, dev1)

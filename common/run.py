@@ -184,8 +184,8 @@ def check_batch(args, world_size):
 class ResumableSampler(Sampler):
     """This rank's share of each epoch, from any step on, so that step k sees the same samples at any world size.
 
-    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch, or,
-    with `--shuffle keyed`, of `keyed_permutation`. What does not fill a global batch at the end of an epoch is left out.
+    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch, or
+    that of `keyed_permutation`. What does not fill a global batch at the end of an epoch is left out.
     Raises `UserError` where the `size` samples do not fill one global batch.
     """
 

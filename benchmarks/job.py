@@ -1,0 +1,91 @@
+"""Stands in for `common/job.py` in the benchmarks' copy of the kit: jobs of several sizes, and a turn for each program.
+
+The programs that are compared call just what a user's own job has, so they run as they are. After its first optimizer
+step each process reports to `programs.py`, and from then on takes as many steps as it is told to, and waits again.
+"""
+
+import os
+import sys
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import Dataset
+
+from common import digits, models
+
+NAME, ADDRESS, SIZE = (os.environ[f"BENCHMARK_{what}"] for what in ("NAME", "ADDRESS", "SIZE"))
+BATCH = int(os.environ["BENCHMARK_BATCH"])  # global
+LR, EPOCHS = models.RATES[SIZE], 100_000  # it is killed when all is measured
+
+loss, score, ToyMpModel = digits.loss, digits.score, digits.ToyMpModel
+stamps = {"imports": time.time()}  # when what was done; seconds since the epoch
+
+
+class Digits(Dataset):
+    """The train set over and over, so that no epoch ends while steps are measured."""
+
+    def __init__(self, digits):
+        self.digits = digits
+
+    def __len__(self):
+        return 2_000_000
+
+    def __getitem__(self, index):
+        return self.digits[index % len(self.digits)]
+
+
+def load_data():
+    stamps.setdefault("joining", time.time())
+    train_set, test_set = digits.load_data()
+    # "epochs" is the default job as it is: epochs of 14 steps, and an evaluation after each.
+    return train_set if SIZE == "epochs" else Digits(train_set), test_set
+
+
+def ToyModel():
+    stamps.setdefault("data", time.time())
+    return models.OTHERS.get(SIZE, digits.ToyModel)()
+
+
+def process_began():
+    """When this process was started, to 10 ms; where there is no /proc, when Python read this file."""
+    if sys.platform != "linux":
+        return stamps["imports"]
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Turns:
+    """Waits for its turn after the first optimizer step and after each block of steps."""
+
+    def __init__(self):
+        self.left, self.connection = 1, None
+
+    def __call__(self, optimizer, args, kwargs):
+        self.left -= 1
+        if self.left:
+            return
+        now = time.perf_counter()
+        if self.connection is None:
+            stamps.setdefault("first step", time.time())
+            stamps["process"] = process_began()
+            self.connection = Client(ADDRESS)
+            self.connection.send((NAME, int(os.environ.get("RANK", "0")), stamps))
+        else:
+            self.connection.send(now - self.start)
+        try:
+            self.left = self.connection.recv()
+        except EOFError:  # it is over
+            os._exit(0)
+        self.start = time.perf_counter()
+
+
+def first_forward(module, inputs):
+    stamps.setdefault("DDP", time.time())
+    handle.remove()
+
+
+handle = register_module_forward_pre_hook(first_forward)
+register_optimizer_step_post_hook(Turns())

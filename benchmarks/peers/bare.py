@@ -1,0 +1,53 @@
+"""The yardstick: DistributedDataParallel by hand, with torch alone and no feature.
+
+torchrun --nproc_per_node=2 bare.py, or python bare.py for mp.spawn.
+"""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common import job
+
+
+def train(rank, world_size, init_method="env://"):
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    train_set, test_set = job.load_data()
+    sampler = DistributedSampler(train_set, drop_last=True)
+    loader = DataLoader(train_set, job.BATCH // world_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test_set, job.BATCH, sampler=DistributedSampler(test_set, shuffle=False))
+    model = DDP(job.ToyModel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9, fused=True)
+    for epoch in range(job.EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            job.loss(model(inputs), labels).backward()
+            optimizer.step()
+        with torch.no_grad():
+            counts = torch.zeros(2, dtype=torch.int64)
+            for inputs, labels in test_loader:
+                counts += torch.stack([job.score(model.module(inputs), labels), torch.tensor(len(labels))])
+        dist.all_reduce(counts)
+        if rank == 0:
+            print(f"epoch {epoch}: loss {counts[0] / counts[1]:.2%}", flush=True)
+    dist.destroy_process_group()
+
+
+def spawned(rank, world_size, directory):
+    os.environ["RANK"] = str(rank)  # for `job.py`
+    train(rank, world_size, f"file://{directory}/store")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            mp.spawn(spawned, (2, directory), nprocs=2)

@@ -1,0 +1,28 @@
+"""The job by Accelerate, as its quick tour has it: https://huggingface.co/docs/accelerate/quicktour"""
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from common import job
+
+
+def main():
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    train_set, _ = job.load_data()
+    loader = DataLoader(train_set, job.BATCH // accelerator.num_processes, shuffle=True, drop_last=True)
+    model = job.ToyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9, fused=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(job.EPOCHS):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = job.loss(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The time of a training step: the kit's scripts against a bare loop, the tutorial's, Accelerate and Fabric."""
+
+from benchmarks.models import BATCHES
+from benchmarks.programs import race, ratios, spawn, torchrun
+
+
+def measure(**effort):
+    """{size: {program: its ms per step, ratio to the bare loop, quartiles}}, all with two processes of one thread.
+
+    The pauses between turns make the kit exchange its signs of life, one a second, six times as often per step as in a
+    run of its own, which is to its disadvantage.
+    """
+    found = {}
+    for size in BATCHES:
+        programs = {
+            "bare": torchrun("bare.py", size),
+            "ddp_torchrun": torchrun("ddp_torchrun.py", size),
+            "ddp_spawn": spawn("ddp_spawn.py", size),
+        }
+        if size != "epochs":  # these do not evaluate
+            programs["tutorial"] = torchrun("tutorial.py", size)
+            programs["accelerate"] = torchrun("with_accelerate.py", size)
+            programs["fabric"] = torchrun("with_fabric.py", size)
+        found[size] = ratios(race(programs, **effort), "bare")
+    return found
