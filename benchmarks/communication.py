@@ -5,11 +5,13 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from benchmarks.models import BATCHES, OTHERS
 from benchmarks.programs import ratios
+from benchmarks.sampler import memory
 from benchmarks.workers import run_ranks
 from common import job
 
@@ -29,13 +31,13 @@ VARIANTS = {
 }
 
 
-def measure(**effort):
-    """{size: {variant: ms per step, ratio to plain DDP, quartiles}}, with two processes of one thread."""
-    rounds = effort.get("starts", 5) * effort.get("rounds", 40)
-    return {
-        size: run_ranks("benchmarks.communication", "compare", size, rounds, effort.get("seconds", 0.1))
-        for size in ("default", "wide", "conv")
-    }
+def measure(sizes=("default", "wide", "conv"), rounds=100, seconds=0.06):
+    """{size: {variant: ms per step, ratio to plain DDP, quartiles}}, with two processes of one thread; and memory."""
+    found = {size: run_ranks("benchmarks.communication", "compare", size, rounds, seconds) for size in sizes}
+    for name in ("plain", "gradient_as_bucket_view"):
+        peak = run_ranks("benchmarks.communication", "peak_memory", name)
+        found.setdefault("peak memory of 40 MB of parameters, MiB", {})[name] = peak
+    return found
 
 
 def compare(size, rounds, seconds):
@@ -59,6 +61,18 @@ def compare(size, rounds, seconds):
                 steps[name]()
             times[name].append((time.perf_counter() - start) / count.item())
     return ratios(times, "plain")
+
+
+def peak_memory(name):
+    """MiB by which a model of 10 million parameters, its gradients, buckets and momenta raise the peak."""
+    before = memory("VmRSS")
+    net = DDP(nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(10))), **VARIANTS[name])
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    for _ in range(3):
+        sgd.zero_grad()
+        net(torch.rand(8, 1000)).sum().backward()
+        sgd.step()
+    return round(memory("VmHWM") - before)
 
 
 def stepper(size, accum=1, sync=False, optimizer=None, **options):

@@ -74,7 +74,8 @@ class Turns:
             self.connection = Client(ADDRESS)
             self.connection.send((NAME, int(os.environ.get("RANK", "0")), stamps))
         else:
-            self.connection.send(now - self.start)
+            weights = sum(value.sum().item() for group in optimizer.param_groups for value in group["params"])
+            self.connection.send((now - self.start, weights))
         try:
             self.left = self.connection.recv()
         except EOFError:  # it is over

@@ -40,7 +40,7 @@ class Program:
             connection.send(count)
 
     def wait(self):
-        """The seconds that the slowest process took for its block."""
+        """(seconds that the slowest process took for its block, sum of the weights after it)"""
         return max(connection.recv() for connection in self.connections)
 
 
@@ -140,7 +140,7 @@ def race(programs, turns=None, *, starts=5, rounds=40, seconds=0.1):
     def take(turn, count):
         for name in turns[turn]:
             programs[name].let_go(count)
-        return max(programs[name].wait() for name in turns[turn]) / count
+        return max(programs[name].wait()[0] for name in turns[turn]) / count
 
     for _ in range(starts):
         with started(programs):

@@ -26,10 +26,10 @@ TURNS = {
 }
 
 
-def measure(**effort):
+def measure(sizes=SIZES, **effort):
     """{size: speed-ups in samples/s over one process of one thread, and the all-reduce}, and what the machine does."""
     found = {"machine": run_ranks("benchmarks.scaling", "machine_rates")}
-    for size in SIZES:
+    for size in sizes:
         batch = BATCHES[size]
         programs = {
             "one": torchrun("ddp_torchrun.py", size, processes=1),

@@ -38,7 +38,7 @@ def measure(sizes=WORLD_SIZES):
 
 
 def coverage(world_size, kind):
-    """Let each rank's sampler tell its share of an epoch of five steps and a rest, and count how often each sample is in."""
+    """How often each sample is in the ranks' shares of an epoch of five steps and a rest."""
     size, batch = 5 * 4 * world_size + 77, 4 * world_size
     args = argparse.Namespace(batch_size=batch, accum=1, seed=1, shuffle=kind)
     group.world_size = lambda: world_size

@@ -4,14 +4,14 @@ from benchmarks.models import BATCHES
 from benchmarks.programs import race, ratios, spawn, torchrun
 
 
-def measure(**effort):
+def measure(sizes=BATCHES, **effort):
     """{size: {program: its ms per step, ratio to the bare loop, quartiles}}, all with two processes of one thread.
 
     The pauses between turns make the kit exchange its signs of life, one a second, six times as often per step as in a
     run of its own, which is to its disadvantage.
     """
     found = {}
-    for size in BATCHES:
+    for size in sizes:
         programs = {
             "bare": torchrun("bare.py", size),
             "ddp_torchrun": torchrun("ddp_torchrun.py", size),

@@ -60,7 +60,10 @@ def harden(kit):
 
 
 def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.path.exists('killed')"):
-    """Let the rank that is `who` mark the file `killed` and die by SIGKILL in that forward call, if `when`."""
+    """Let the rank that is `who` mark the file `killed` and die by SIGKILL in that forward call, if `when`.
+
+    It waits before until the snapshot is written that a step before has begun.
+    """
     kit.edit(
         "common/job.py",
         "        self.net2 = nn.Linear(64, 10)\n",
@@ -68,8 +71,9 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
     )
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write(
-            "\n\ndef die(model, _, calls=[]):\n    import os\n    calls.append(1)\n"
+            "\n\ndef die(model, _, calls=[]):\n    import os, time\n    calls.append(1)\n"
             f"    if len(calls) == {call} and {who} and {when}:\n"
+            "        time.sleep(0.5)\n        while os.path.exists('run.pt.tmp'): time.sleep(0.01)\n"
             "        open('killed', 'a').write('x')\n        os.kill(os.getpid(), 9)\n"
         )
 
