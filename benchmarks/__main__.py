@@ -1,6 +1,6 @@
 """Runs the benchmarks and writes results.json and the pictures beside this file.
 
-python -m benchmarks                    # all, in about half an hour on two cores
+python -m benchmarks                    # all, in about half an hour on two cores that do nothing else
 python -m benchmarks steps startup      # some; the others' results stay as they are
 python -m benchmarks --quick            # all with the least effort, to see that they run; writes nothing
 """
