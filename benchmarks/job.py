@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from common import digits, models
 
-NAME, ADDRESS, SIZE = (os.environ[f"BENCHMARK_{what}"] for what in ("NAME", "ADDRESS", "SIZE"))
+ADDRESS, SIZE = os.environ["BENCHMARK_ADDRESS"], os.environ["BENCHMARK_SIZE"]
 BATCH = int(os.environ["BENCHMARK_BATCH"])  # global
 LR, EPOCHS = models.RATES[SIZE], 100_000  # it is killed when all is measured
 
@@ -72,7 +72,7 @@ class Turns:
             stamps.setdefault("first step", time.time())
             stamps["process"] = process_began()
             self.connection = Client(ADDRESS)
-            self.connection.send((NAME, int(os.environ.get("RANK", "0")), stamps))
+            self.connection.send(stamps)
         else:
             weights = sum(value.sum().item() for group in optimizer.param_groups for value in group["params"])
             self.connection.send((now - self.start, weights))

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-BATCHES = {"default": 96, "epochs": 96, "wide": 16, "conv": 96}  # global
-RATES = {"default": 0.2, "epochs": 0.2, "wide": 0.01, "conv": 0.01}  # learning rates
+BATCHES = {"default": 96, "epochs": 96, "wide": 16, "conv": 96, "conv, large batch": 768}  # global
+RATES = {size: 0.01 for size in BATCHES} | {"default": 0.2, "epochs": 0.2}  # learning rates
 
 
 class WideModel(nn.Sequential):
@@ -25,4 +25,4 @@ class ConvModel(nn.Sequential):
         )
 
 
-OTHERS = {"wide": WideModel, "conv": ConvModel}  # than the kit's ToyModel
+OTHERS = {"wide": WideModel, "conv": ConvModel, "conv, large batch": ConvModel}  # than the kit's ToyModel

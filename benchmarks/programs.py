@@ -93,7 +93,6 @@ def started(programs):
         for name, program in programs.items():
             output = stack.enter_context((directory / f"{name}.out").open("w+"))
             environment = {key: value for key, value in os.environ.items() if not key.startswith(launchers)} | {
-                "BENCHMARK_NAME": name,
                 "BENCHMARK_ADDRESS": address,
                 "BENCHMARK_SIZE": program.size,
                 "BENCHMARK_BATCH": str(program.batch),
@@ -104,7 +103,7 @@ def started(programs):
             process = subprocess.Popen(
                 program.command, cwd=directory, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-            stack.callback(_kill, process)
+            stack.callback(_end, process, program)
             _meet(listener, program, process, output)
         yield
 
@@ -121,10 +120,12 @@ def _meet(listener, program, process, output):
     program.stamps = [connection.recv() for connection in program.connections]
 
 
-def _kill(process):
+def _end(process, program):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for connection in program.connections:  # its processes wait there, and end when it is closed
+        connection.close()
 
 
 def race(programs, turns=None, *, starts=3, rounds=50, seconds=0.1):

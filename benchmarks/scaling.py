@@ -15,7 +15,7 @@ from benchmarks.programs import race, spread, torchrun
 from benchmarks.workers import run_ranks
 from common import job
 
-SIZES = ("default", "wide", "conv")
+SIZES = ("default", "wide", "conv", "conv, large batch")
 TURNS = {
     "one": ["one"],
     "two": ["two"],

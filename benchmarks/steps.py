@@ -1,10 +1,9 @@
 """The time of a training step: the kit's scripts against a bare loop, the tutorial's, Accelerate and Fabric."""
 
-from benchmarks.models import BATCHES
 from benchmarks.programs import race, ratios, spawn, torchrun
 
 
-def measure(sizes=BATCHES, **effort):
+def measure(sizes=("default", "wide", "conv", "epochs"), **effort):
     """{size: {program: its ms per step, ratio to the bare loop, quartiles}}, all with two processes of one thread.
 
     The pauses between turns make the kit exchange its signs of life, one a second, six times as often per step as in a

@@ -577,7 +577,7 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step_count += 1
-        self.losses.append(self.step_loss)
+        self.losses.append(0.0 if self.step_loss is None else self.step_loss)
         if self.log.wanted and self.step_count % self.args.log_every == 0:
             loss = group.total(self.step_loss.double()).item() / group.world_size()
             if not math.isfinite(loss):

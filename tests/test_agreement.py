@@ -107,6 +107,18 @@ def test_agreement_of_clipping(kit, command):
     assert agree(kit, command, "--clip", "0.5", clip=0.5) < 1e-9
 
 
+def test_keyed_order_agrees(kit):
+    """An order of its own, the same at each world size."""
+    losses = []
+    for number, options in enumerate([(), ("--shuffle", "keyed"), ("--shuffle", "keyed", "--nprocs", "2")]):
+        script = "ddp_spawn.py" if "--nprocs" in options else "dp_train.py"
+        result = kit.run("python", script, *OPTIONS, *options, "--metrics", f"{number}.jsonl")
+        assert result.status == 0, result.err
+        losses.append([line["loss"] for line in kit.metrics(f"{number}.jsonl", event="step")])
+    assert losses[2] == pytest.approx(losses[1], rel=0, abs=1e-9)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.mark.slow
 def test_micro_batches_communicate_once_a_step(kit):
     """DDP's communication hook counts: one all-reduce a step (the model fits into one bucket), whatever --accum is."""

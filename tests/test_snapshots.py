@@ -446,6 +446,7 @@ def test_snapshot_of_another_run(saved):
         (("--seed", "1"), "is of a run with --seed 0, this run has 1"),
         (("--batch-size", "48"), "is of a run with --batch-size 96, this run has 48"),
         (("--lr", "0.1"), "is of a run with --lr 0.2, this run has 0.1"),
+        (("--shuffle", "keyed"), "is of a run with --shuffle randperm, this run has keyed"),
         (
             ("--precision", "fp64"),
             "is of another model: net1.weight is [64, 64] float32 there, [64, 64] float64 in this run",
@@ -509,6 +510,57 @@ def test_disk_that_is_full(kit):
 
 
 # ---------------------------------------------------------------------------------------------- finished runs
+
+
+SAVE = """
+
+def save(state, file, write=torch.save):
+    import time
+
+    {code}
+    write(state, file)
+
+
+torch.save = save
+"""
+
+
+def test_training_goes_on_while_a_snapshot_is_written(kit):
+    """The write of step 10 waits for the third forward pass after it, and yet holds the weights of step 10."""
+    kit.edit("common/job.py", "        return self.net2(", "        calls.append(1)\n        return self.net2(")
+    code = "end = len(calls) + 3\n    while len(calls) < end: time.sleep(0.001)"
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write("\n\ncalls = []\n" + SAVE.format(code=code))
+    undisturbed = digest(kit, *ALONE, "--epochs", "1")
+    assert digest(kit, *ALONE, *SNAPSHOT, "--epochs", "1", "--save-every", "5") == undisturbed
+    assert load(kit, "run.pt.prev")["position"]["step_count"] == 10
+    (kit.path / "run.pt.prev").replace(kit.path / "run.pt")
+    assert digest(kit, *ALONE, *SNAPSHOT, "--epochs", "1") == undisturbed
+
+
+@pytest.mark.parametrize("command", [ALONE, slow(TORCHRUN)], ids=["alone", "torchrun"])
+def test_failed_write_is_told_before_the_next(kit, command):
+    """Step 360 is saved, and would be followed by step 719 after more than half a minute."""
+    kit.edit("common/job.py", "        return self.net2(", "        slow_down()\n        return self.net2(")
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write(SAVE.format(code='raise OSError(28, "No space left on device")'))
+        file.write("\n\ndef slow_down(calls=[]):\n    import time\n")
+        file.write("    calls.append(1)\n    time.sleep(0.1 * (len(calls) > 360))\n")
+    result = kit.run(*command, *SNAPSHOT, "--batch-size", "2", "--save-every", "360", "--metrics", "metrics.jsonl")
+    assert result.status == 1 and len(result.errors) == 1, result
+    assert "--snapshot run.pt of step 360 was not written: No space left on device" in result.errors[0]
+    assert 360 <= len(kit.metrics(event="step")) < 700
+
+
+@pytest.mark.parametrize("command", [ALONE, PARALLEL], ids=["alone", "dp"])
+def test_failed_write_is_told_after_a_break(kit, command):
+    """A user's script that leaves the loop over the epochs ends as a failure where its snapshot was not written."""
+    kit.edit(command[1], "run.evaluate(test_set, job.score)", "break")
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write(SAVE.format(code='time.sleep(1)\n    raise OSError(28, "No space left on device")'))
+    result = kit.run(*command, *SNAPSHOT)
+    assert result.status == 1 and len(result.errors) == 1, result
+    assert "--snapshot run.pt of step 14 was not written: No space left on device" in result.errors[0]
 
 
 def test_finished_run(saved):

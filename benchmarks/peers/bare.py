@@ -36,12 +36,11 @@ def train(rank, world_size, init_method="env://"):
                 counts += torch.stack([job.score(model.module(inputs), labels), torch.tensor(len(labels))])
         dist.all_reduce(counts)
         if rank == 0:
-            print(f"epoch {epoch}: loss {counts[0] / counts[1]:.2%}", flush=True)
+            print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.2%}", flush=True)
     dist.destroy_process_group()
 
 
 def spawned(rank, world_size, directory):
-    os.environ["RANK"] = str(rank)  # for `job.py`
     train(rank, world_size, f"file://{directory}/store")
 
 
