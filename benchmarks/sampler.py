@@ -27,7 +27,7 @@ def measure(sizes=(10**6, 10**7, 10**8), rounds=100):
     return {
         "epoch": table,
         f"middle of an epoch of {sizes[-1]} samples, 8 ranks": middle,
-        "loader": loader_path(rounds),
+        "loader": in_child(loader_path, rounds),
     }
 
 

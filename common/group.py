@@ -260,7 +260,8 @@ def check_same_weights(model, device):
     first = first.cpu()
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
     differs = ((sums - first).abs() > 1e-12 * first[:, 1:]).any(1).nonzero().flatten().tolist()
-    found = gather([differs[0] if differs else -1], device).flatten().long().tolist()
-    if ranks := [rank for rank, index in enumerate(found) if index >= 0]:
-        name = names[min(found[rank] for rank in ranks)]
-        raise RunError(f"the weights of rank {', '.join(map(str, ranks))} differ from those of rank 0, first in {name}")
+    found = gather([differs[0] + 1 if differs else 0], device).flatten().long().tolist()
+    if ranks := [rank for rank, number in enumerate(found) if number]:
+        name = names[min(found[rank] for rank in ranks) - 1]
+        some = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+        raise RunError(f"the weights of rank {some} differ from those of rank 0, first in {name}")
