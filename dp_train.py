@@ -74,7 +74,7 @@ def main():
         model.to(device)
     if args.compile:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 
     # 4. Training.
     run = Run(args, model, optimizer, sampler, device)

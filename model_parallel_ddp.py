@@ -38,7 +38,7 @@ def train(args, ranks, init_method):
     model = DDP(job.ToyMpModel(dev0, dev1), gradient_as_bucket_view=True)  # spares a copy of all gradients
     if args.compile:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 
     # 4. Training: the inputs enter on dev0, the outputs come out on dev1.
     run = Run(args, model, optimizer, sampler, dev1)

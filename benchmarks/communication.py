@@ -67,7 +67,7 @@ def peak_memory(name):
     """MiB by which a model of 10 million parameters, its gradients, buckets and momenta raise the peak."""
     before = memory("VmRSS")
     net = DDP(nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(10))), **VARIANTS[name])
-    sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
         sgd.zero_grad()
         net(torch.rand(8, 1000)).sum().backward()

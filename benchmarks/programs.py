@@ -128,7 +128,7 @@ def _end(process, program):
         connection.close()
 
 
-def race(programs, turns=None, *, starts=3, rounds=50, seconds=0.1):
+def race(programs, turns=None, *, starts=3, rounds=30, seconds=0.1):
     """Let the programs take blocks of steps in turns. Returns {turn: [seconds per step, one of each round]}.
 
     programs: {name: `Program`}; all are started anew `starts` times, since two processes of the same program differ, by

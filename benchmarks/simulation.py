@@ -38,7 +38,7 @@ def measure(sizes=WORLD_SIZES):
 
 
 def coverage(world_size, kind):
-    """How often each sample is in the ranks' shares of an epoch of five steps and a rest."""
+    """How often each sample is in the ranks' shares of an epoch of a few steps and a rest."""
     size, batch = 5 * 4 * world_size + 77, 4 * world_size
     args = argparse.Namespace(batch_size=batch, accum=1, seed=1, shuffle=kind)
     group.world_size = lambda: world_size
@@ -48,7 +48,7 @@ def coverage(world_size, kind):
         start = time.perf_counter()
         share = list(ResumableSampler(size, args))
         seconds.append(time.perf_counter() - start)
-        counts[share] += 1
+        counts += torch.bincount(torch.tensor(share), minlength=size)
     steps = size // batch
     return {
         "ranks": world_size,

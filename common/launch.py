@@ -34,7 +34,7 @@ LAUNCHERS = {
 }
 
 
-finish_first = []  # functions to call when all went well
+finish_first = []  # what each process does alone when all went well
 released_last = []  # the process group, when `group.cleanup` has left it
 
 
@@ -67,8 +67,8 @@ def one_line_errors(main):
         status, finished = 0, False
         try:
             main(*args)
-            for finish in finish_first:
-                finish()
+            while finish_first:
+                finish_first.pop()()
             finished = True
         except Stopped as stopped:
             status = 128 + stopped.args[0]
@@ -79,6 +79,7 @@ def one_line_errors(main):
                 os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
         finally:
             faults.where = faults.watch = None  # they hold the run, whose loader workers end in order with it
+            finish_first.clear()
             if not finished:
                 _kill_workers()  # they may be in the midst of something, and would be waited for
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's

@@ -428,7 +428,7 @@ class Run:
             self.broken, accumulates = True, self.args.accum > 1
             for _ in range(steps):
                 self.step_loss = None
-                yield self._micro_batches(batches) if accumulates else (next(batches),)
+                yield self._micro_batches(batches) if accumulates else iter((next(batches),))
                 self.step_in_epoch += 1
                 bar.update()
                 self._after_step()
@@ -479,6 +479,8 @@ class Run:
 
     def _refuse_bad_losses(self):
         """Raise `RunError`, since `_look_at_losses` of some rank has found one."""
+        if self.snapshots:
+            self.snapshots.finish()  # which is of a step before
         found = group.gather(self.bad_loss, self.device)
         step = found[:, 0][found[:, 0] > 0].min()
         ranks = (found[:, 0] == step).nonzero().flatten().tolist()

@@ -26,7 +26,8 @@ class Snapshots:
 
     A snapshot is a dict of CPU tensors and plain types: "model", as the bare model names it, "optimizer", "scaler",
     "random" (the random states of each rank), "settings" (what makes a run this run and no other), "position" (what
-    `save` was given), "world_size", "torch" (its version) and "id". Each method is called by all ranks together.
+    `save` was given), "world_size", "torch" (its version) and "id". All ranks call
+    `resume`, `save` and `finish` together.
     """
 
     def __init__(self, args, model, optimizer, scaler, data_size):

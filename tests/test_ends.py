@@ -86,7 +86,7 @@ def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     threads = "[comm.read_text() for comm in Path('/proc/self/task').glob('*/comm')]"
     tell = f"            print('at the end', {threads})\n"
     kit.edit("common/launch.py", clear, clear + tell)
-    result = kit.run(*command, "--epochs", "1")
+    result = kit.run(*command, "--epochs", "1", "--snapshot", "run.pt")
     assert result.status == 0 and "at the end [" in result.out and "gloo_" not in result.out, result
 
 

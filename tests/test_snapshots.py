@@ -512,13 +512,15 @@ def test_disk_that_is_full(kit):
 # ---------------------------------------------------------------------------------------------- finished runs
 
 
+FORWARD = "        return self.net2(self.relu(self.net1(pixels)))\n"
 SAVE = """
 
-def save(state, file, write=torch.save):
+def save(state, file, write=torch.save, **options):
     import time
 
-    {code}
-    write(state, file)
+    if str(getattr(file, "name", "")).endswith(".tmp"):
+        {code}
+    write(state, file, **options)
 
 
 torch.save = save
@@ -527,8 +529,8 @@ torch.save = save
 
 def test_training_goes_on_while_a_snapshot_is_written(kit):
     """The write of step 10 waits for the third forward pass after it, and yet holds the weights of step 10."""
-    kit.edit("common/job.py", "        return self.net2(", "        calls.append(1)\n        return self.net2(")
-    code = "end = len(calls) + 3\n    while len(calls) < end: time.sleep(0.001)"
+    kit.edit("common/job.py", FORWARD, f"        calls.append(1)\n{FORWARD}")
+    code = "end = len(calls) + 3\n        while len(calls) < end: time.sleep(0.001)"
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write("\n\ncalls = []\n" + SAVE.format(code=code))
     undisturbed = digest(kit, *ALONE, "--epochs", "1")
@@ -541,7 +543,7 @@ def test_training_goes_on_while_a_snapshot_is_written(kit):
 @pytest.mark.parametrize("command", [ALONE, slow(TORCHRUN)], ids=["alone", "torchrun"])
 def test_failed_write_is_told_before_the_next(kit, command):
     """Step 360 is saved, and would be followed by step 719 after more than half a minute."""
-    kit.edit("common/job.py", "        return self.net2(", "        slow_down()\n        return self.net2(")
+    kit.edit("common/job.py", FORWARD, f"        slow_down()\n{FORWARD}")
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write(SAVE.format(code='raise OSError(28, "No space left on device")'))
         file.write("\n\ndef slow_down(calls=[]):\n    import time\n")
@@ -557,7 +559,7 @@ def test_failed_write_is_told_after_a_break(kit, command):
     """A user's script that leaves the loop over the epochs ends as a failure where its snapshot was not written."""
     kit.edit(command[1], "run.evaluate(test_set, job.score)", "break")
     with (kit.path / "common" / "job.py").open("a") as file:
-        file.write(SAVE.format(code='time.sleep(1)\n    raise OSError(28, "No space left on device")'))
+        file.write(SAVE.format(code='time.sleep(1)\n        raise OSError(28, "No space left on device")'))
     result = kit.run(*command, *SNAPSHOT)
     assert result.status == 1 and len(result.errors) == 1, result
     assert "--snapshot run.pt of step 14 was not written: No space left on device" in result.errors[0]

@@ -22,8 +22,8 @@ def train(rank, world_size, init_method="env://"):
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, job.BATCH // world_size, sampler=sampler, drop_last=True)
     test_loader = DataLoader(test_set, job.BATCH, sampler=DistributedSampler(test_set, shuffle=False))
-    model = DDP(job.ToyModel())
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9, fused=True)
+    model = DDP(job.ToyModel(), gradient_as_bucket_view=True)  # as in the kit
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9)
     for epoch in range(job.EPOCHS):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:

@@ -40,7 +40,7 @@ def main():
     batch = job.BATCH // dist.get_world_size()
     loader = DataLoader(train_set, batch, pin_memory=False, shuffle=False, sampler=DistributedSampler(train_set))
     model = job.ToyModel()
-    trainer = Trainer(model, loader, torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9, fused=True))
+    trainer = Trainer(model, loader, torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9))
     for epoch in range(job.EPOCHS):
         trainer.epoch(epoch)
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ def main():
     train_set, _ = job.load_data()
     loader = DataLoader(train_set, job.BATCH // accelerator.num_processes, shuffle=True, drop_last=True)
     model = job.ToyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(job.EPOCHS):
         for inputs, labels in loader:
