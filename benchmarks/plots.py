@@ -13,7 +13,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 ROOT = Path(__file__).parent.parent
-GREY, COLOURS = "#7d8590", ("#3b8eea", "#e0823d", "#3fa35a", "#b76be0", "#d1527a", "#8a8f98")
+GREY, COLOURS = "#7d8590", ("#3b8eea", "#4bb3c4", "#e0823d", "#3fa35a", "#b76be0", "#d1527a", "#8a8f98")
 pyplot.rcParams.update(
     {name: GREY for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
     | {"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.family": "sans-serif", "font.size": 10}

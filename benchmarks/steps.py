@@ -13,6 +13,7 @@ def measure(sizes=("default", "wide", "conv", "epochs"), **effort):
     for size in sizes:
         programs = {
             "bare": torchrun("bare.py", size),
+            "bare, mp.spawn": spawn("bare.py", size),
             "ddp_torchrun": torchrun("ddp_torchrun.py", size),
             "ddp_spawn": spawn("ddp_spawn.py", size),
         }

@@ -44,7 +44,7 @@ def test_programs_compared_take_the_same_steps():
 
 def test_peers_take_steps():
     programs = quick("steps")["default"]
-    assert set(programs) == {"bare", "ddp_torchrun", "ddp_spawn", "tutorial", "accelerate", "fabric"}
+    assert set(programs) == {"bare", "bare, mp.spawn", "ddp_torchrun", "ddp_spawn", "tutorial", "accelerate", "fabric"}
     assert programs["bare"]["ratio"] == 1 and all(program["ms"] > 0 for program in programs.values())
 
 
