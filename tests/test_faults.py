@@ -225,9 +225,8 @@ def test_run_without_a_gradient_for_some_parameters(kit):
     """DDP that is told of it goes on."""
     layer = "        self.relu = nn.ReLU()\n"
     kit.edit("common/job.py", layer, f"{layer}        self.extra = nn.Linear(2, 2)\n")
-    kit.edit(
-        "ddp_torchrun.py", "device.index is not None else None)", "device.index else None, find_unused_parameters=True)"
-    )
+    views = "gradient_as_bucket_view=True,"
+    kit.edit("ddp_torchrun.py", views, f"{views} find_unused_parameters=True,")
     result = kit.run(*TORCHRUN, "--epochs", "2", timeout=120)
     assert result.status == 0 and result.out.count("no gradient reaches extra.weight, extra.bias") == 1
 
