@@ -11,61 +11,64 @@ Not:   on several machines or under a scheduler; see ddp_torchrun.py.
 import torch
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 
-from common import group, job, launch
-from common.launch import one_line_errors
-from common.run import Arguments, ResumableSampler, Run, autocast, check_batch, loader_options
+from common import job
+from common.data import check_sets, move, train_loader
+from common.errors import entry
+from common.group import join
+from common.launch import refuse_launcher, spawned, spawning, wait_for_ranks
+from common.options import Options
+from common.run import Run
 
 
-@one_line_errors
-def train(rank, world_size, directory, args):
+@entry
+def train(rank, args, directory):
     # 1. The process group: it meets in a file, so that no port is opened for it.
-    ranks = launch.spawned(rank, world_size)
-    device = group.local_devices(args, ranks)[0]
-    group.setup(args, ranks, [device], f"file://{directory}/store")
-    torch.manual_seed(args.seed)
+    device = join(args, spawned(rank, args.nprocs, directory))
 
     # 2. Data: each process loads its share of every global batch.
-    train_set, test_set = job.load_data()
-    sampler = ResumableSampler(len(train_set), args)
-    loader = DataLoader(train_set, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
+    train_set, test_set = check_sets(*job.load_data())
+    loader = train_loader(train_set, args, device)
 
     # 3. Model: the same weights everywhere, whose gradients DDP averages.
-    model = DDP(
-        job.ToyModel().to(device),
+    model = job.ToyModel().to(device)
+    ddp = DDP(
+        model,
         device_ids=[device.index] if device.index is not None else None,
         gradient_as_bucket_view=True,  # spares a copy of all gradients
     )
     if args.compile:
-        model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+        ddp.compile()
+    optimizer, schedule = job.make_optimizer(model, args, loader.sampler.total_steps)
+    scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
 
-    # 4. Training.
-    run = Run(args, model, optimizer, sampler, device)
+    # 4. Training: what is named in Run is saved, and goes on with it.
+    run = Run(args, loader, ddp, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
     for _ in run.epochs():
-        for micro_batches in run.steps(loader):
-            optimizer.zero_grad()
-            for inputs, labels in micro_batches:
-                inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-                with autocast(args):
-                    loss = job.loss(model(inputs), labels)
-                run.backward(loss)
-            run.step()
-        run.evaluate(test_set, job.score)
-    group.cleanup()
-    launch.report_finished(directory, rank)
+        for inputs, labels in run.batches():
+            inputs, labels = move(inputs, device), move(labels, device)
+            with torch.autocast(args.device, args.dtype, enabled=args.dtype is not None):
+                loss = job.loss(ddp(inputs), labels)
+            scaler.scale(loss / args.accum).backward()
+            run.record(loss)
+            if run.step_due:  # after --accum micro-batches; until then the ranks do not communicate
+                scaler.unscale_(optimizer)
+                if args.clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+        run.evaluate(test_set)
 
 
-@one_line_errors
-def main():
-    launch.refuse_launcher("ddp_spawn.py")
-    args = Arguments(__doc__, ddp=True, nprocs=True).parse_args()
-    nprocs = group.default_processes(args)
-    check_batch(args, nprocs)
-    with launch.spawning(args) as directory:
-        context = mp.spawn(train, (nprocs, directory, args), nprocs, join=False)
-        launch.wait_for_ranks(context, directory)
+@entry
+def main(argv=None):
+    refuse_launcher("ddp_spawn.py")
+    args = Options(__doc__, ddp=True, nprocs=True).parse_args(argv)
+    with spawning(args) as directory:
+        context = mp.spawn(train, (args, directory), args.nprocs, join=False)
+        wait_for_ranks(context, directory)
 
 
 if __name__ == "__main__":

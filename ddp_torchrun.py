@@ -13,51 +13,55 @@ Not:   for a model that does not fit on one device: model_parallel_ddp.py, or FS
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 
-from common import group, job, launch
-from common.launch import one_line_errors
-from common.run import Arguments, ResumableSampler, Run, autocast, check_batch, loader_options
+from common import job
+from common.data import check_sets, move, train_loader
+from common.errors import entry
+from common.group import join
+from common.options import Options
+from common.run import Run
 
 
-@one_line_errors
-def main():
+@entry
+def main(argv=None):
     # 1. The process group: ranks, world size and where to meet come from the environment.
-    args = Arguments(__doc__, ddp=True, launched=True).parse_args()
-    ranks = launch.ranks_from_environment(args)
-    check_batch(args, ranks.world_size)
-    device = group.local_devices(args, ranks)[0]
-    group.setup(args, ranks, [device], args.init_method)
-    torch.manual_seed(args.seed)
+    args = Options(__doc__, ddp=True, launched=True).parse_args(argv)
+    device = join(args)
 
     # 2. Data: each process loads its share of every global batch.
-    train_set, test_set = job.load_data()
-    sampler = ResumableSampler(len(train_set), args)
-    loader = DataLoader(train_set, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
+    train_set, test_set = check_sets(*job.load_data())
+    loader = train_loader(train_set, args, device)
 
     # 3. Model: the same weights everywhere, whose gradients DDP averages.
-    model = DDP(
-        job.ToyModel().to(device),
+    model = job.ToyModel().to(device)
+    ddp = DDP(
+        model,
         device_ids=[device.index] if device.index is not None else None,
         gradient_as_bucket_view=True,  # spares a copy of all gradients
     )
     if args.compile:
-        model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+        ddp.compile()
+    optimizer, schedule = job.make_optimizer(model, args, loader.sampler.total_steps)
+    scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
 
-    # 4. Training.
-    run = Run(args, model, optimizer, sampler, device)
+    # 4. Training: what is named in Run is saved, and goes on with it.
+    run = Run(args, loader, ddp, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
     for _ in run.epochs():
-        for micro_batches in run.steps(loader):
-            optimizer.zero_grad()
-            for inputs, labels in micro_batches:
-                inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-                with autocast(args):
-                    loss = job.loss(model(inputs), labels)
-                run.backward(loss)
-            run.step()
-        run.evaluate(test_set, job.score)
-    group.cleanup()
+        for inputs, labels in run.batches():
+            inputs, labels = move(inputs, device), move(labels, device)
+            with torch.autocast(args.device, args.dtype, enabled=args.dtype is not None):
+                loss = job.loss(ddp(inputs), labels)
+            scaler.scale(loss / args.accum).backward()
+            run.record(loss)
+            if run.step_due:  # after --accum micro-batches; until then the ranks do not communicate
+                scaler.unscale_(optimizer)
+                if args.clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+        run.evaluate(test_set)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ Not:   for speed. Every step copies the model to each GPU and gathers all output
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from common import group, job, launch
-from common.launch import UserError, one_line_errors
-from common.run import Arguments, ResumableSampler, Run, autocast, check_batch, loader_options
+from common import job
+from common.data import check_sets, move, train_loader
+from common.errors import UserError, entry
+from common.group import prepare
+from common.launch import refuse_launcher
+from common.options import Options
+from common.ranks import say
+from common.run import Run
 
 
 class DataParallel(nn.DataParallel):
@@ -44,50 +48,54 @@ def choose_devices(args):
     return ids, torch.device(args.device, output)
 
 
-@one_line_errors
-def main():
+@entry
+def main(argv=None):
     # 1. No process group: this process drives all devices.
-    launch.refuse_launcher("dp_train.py")
-    parser = Arguments(__doc__)
+    refuse_launcher("dp_train.py")
+    parser = Options(__doc__)
     parser.add_argument("--device-ids", metavar="I,J,…", help="devices to use; default: all")
     parser.add_argument("--output-device", type=int, metavar="I", help="device of the outputs; default: the first")
-    args = parser.parse_args()
-    check_batch(args, world_size=1)
+    args = parser.parse_args(argv)
     device_ids, device = choose_devices(args)
-    group.prepare(args, launch.Ranks(), device)
-    torch.manual_seed(args.seed)
+    prepare(args, device)
 
-    # 2. Data: one loader for whole batches, which DataParallel splits.
-    train_set, test_set = job.load_data()
-    sampler = ResumableSampler(len(train_set), args)
-    loader = DataLoader(train_set, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
+    # 2. Data: whole batches, which DataParallel splits.
+    train_set, test_set = check_sets(*job.load_data())
+    loader = train_loader(train_set, args, device)
 
     # 3. Model: it lies on the first device and is copied to the others in every step.
-    model = job.ToyModel()
+    model = job.ToyModel().to(f"{args.device}:{device_ids[0]}" if device_ids else device)
     if len(device_ids) > 1:
         if args.compile:
             raise UserError("--compile: nn.DataParallel copies the model in every step; use DDP, or one GPU")
-        group.say(f"nn.DataParallel over {len(device_ids)} devices, {device_ids}; outputs on {device}")
-        model = DataParallel(model.to(f"{args.device}:{device_ids[0]}"), device_ids, device)
+        say(f"nn.DataParallel over {len(device_ids)} devices, {device_ids}; outputs on {device}")
+        parallel = DataParallel(model, device_ids, device)
     else:
-        group.say(f"on {device} alone nn.DataParallel is the plain model; DDP is the better choice on any devices")
-        model.to(device)
+        say(f"on {device} alone nn.DataParallel is the plain model; DDP is the better choice on any devices")
+        parallel = model
     if args.compile:
-        model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+        parallel.compile()
+    optimizer, schedule = job.make_optimizer(model, args, loader.sampler.total_steps)
+    scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
 
-    # 4. Training.
-    run = Run(args, model, optimizer, sampler, device)
+    # 4. Training: what is named in Run is saved, and goes on with it.
+    run = Run(args, loader, parallel, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
     for _ in run.epochs():
-        for micro_batches in run.steps(loader):
-            optimizer.zero_grad()
-            for inputs, labels in micro_batches:
-                inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-                with autocast(args):
-                    loss = job.loss(model(inputs), labels)  # outside the model, which returns what each sample gives
-                run.backward(loss)
-            run.step()
-        run.evaluate(test_set, job.score)
+        for inputs, labels in run.batches():
+            inputs, labels = move(inputs, device), move(labels, device)
+            with torch.autocast(args.device, args.dtype, enabled=args.dtype is not None):
+                loss = job.loss(parallel(inputs), labels)
+            scaler.scale(loss / args.accum).backward()
+            run.record(loss)
+            if run.step_due:  # after --accum micro-batches
+                scaler.unscale_(optimizer)
+                if args.clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+        run.evaluate(test_set)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,23 @@ import time
 import torch
 import torch.distributed as dist
 
-from common import group, launch, meeting
-from common.launch import RunError, one_line_errors
-from common.run import Arguments
+from common import group, launch, meeting, ranks
+from common.errors import RunError, entry
+from common.options import Options
 
 SIZES = (8, 2**16, 2**20, 2**24)  # bytes
 
 
-@one_line_errors
+@entry
 def main():
-    args = Arguments(__doc__, ddp=True, launched=True).parse_args()
-    ranks = launch.ranks_from_environment(args)
-    device = group.local_devices(args, ranks)[0]
-    store, host, address = group.setup(args, ranks, [device], args.init_method)
+    args = Options(__doc__, ddp=True, launched=True).parse_args()
+    place = launch.ranks_from_environment(args)
+    args.backend = group.resolve_backend(args.backend, args.device)
+    device = group.local_devices(args, place)[0]
+    store, host, address = group.setup(args, place, [device])
     began = time.monotonic()
     try:
-        show(ranks, device, address)
+        show(place, device, address)
         test(device)
         for size in SIZES:
             began = time.monotonic()
@@ -30,35 +31,34 @@ def main():
         # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
         # wait in the collective, until its time is over.
         args.timeout = 5 + max(0, began + args.timeout - time.monotonic())
-        meeting.meet(dist.PrefixStore("after an error", store), host, ranks, args)
+        meeting.meet(dist.PrefixStore("after an error", store), host, place, args)
         raise RunError(f"{error}, though all ranks answer") from None
-    group.say("all is well")
-    group.cleanup()
+    ranks.say("all is well")
 
 
-def show(ranks, device, address):
+def show(place, device, address):
     """Print a table of the ranks."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     backend = dist.get_backend()
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
-    row = (ranks.rank, meeting.this_machine(), ranks.local_rank, address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
+    row = (place.rank, ranks.this_machine(), place.local_rank, address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
     rows = [("rank", "machine", "local rank", "address", "interface", "device", "torch", "backend")]
-    rows += group.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, backend))
+    rows += ranks.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, backend))
     widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        group.say("  ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        ranks.say("  ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def test(device):
     """Raise `RunError` where a rank gets a wrong sum from an all-reduce."""
     numbers = torch.arange(1000, device=device)
-    world_size = group.world_size()
-    right = torch.equal(group.total(numbers * (group.rank() + 1)), numbers * (world_size * (world_size + 1) // 2))
-    answers = group.gather_objects((right, f"rank {group.rank()} at {meeting.this_machine()}"))
+    world_size = ranks.world_size()
+    right = torch.equal(ranks.total(numbers * (ranks.rank() + 1)), numbers * (world_size * (world_size + 1) // 2))
+    answers = ranks.gather_objects((right, f"rank {ranks.rank()} at {ranks.this_machine()}"))
     if wrong := [name for right, name in answers if not right]:
         raise RunError(f"an all-reduce gives a wrong sum on {', '.join(wrong)}")
-    group.say("all-reduce: the sums are right on all ranks")
+    ranks.say("all-reduce: the sums are right on all ranks")
 
 
 def measure(size, device):
@@ -70,9 +70,9 @@ def measure(size, device):
         if device.type != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
-    seconds = group.gather([sorted(times[3:])[len(times[3:]) // 2]], device).max().item()
-    moved = 2 * (group.world_size() - 1) / group.world_size() * size  # bytes that each rank sends in a ring
-    group.say(f"all-reduce of {size:,} bytes: {seconds * 1e6:,.0f} µs, {moved / seconds / 1e6:,.1f} MB/s per rank")
+    seconds = ranks.gather([sorted(times[3:])[len(times[3:]) // 2]], device).max().item()
+    moved = 2 * (ranks.world_size() - 1) / ranks.world_size() * size  # bytes that each rank sends in a ring
+    ranks.say(f"all-reduce of {size:,} bytes: {seconds * 1e6:,.0f} µs, {moved / seconds / 1e6:,.1f} MB/s per rank")
 
 
 if __name__ == "__main__":

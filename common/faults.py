@@ -16,14 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.errors import describe, process, write_error
+
 PATIENCE = 4  # seconds in which the ranks that live report
-
-watch = None  # this rank's, from when it has met the others until all leave together
-
-
-def where():
-    """Where in its training this process is; a run puts its own function in this one's place."""
-    return "the start"
 
 
 class Watch:
@@ -39,7 +34,6 @@ class Watch:
         self.ended, self.signal = False, None
         agent = ranks.launcher == "mp.spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.serves = ranks.rank == 0 and not agent
-        self.began = self.beaten = time.monotonic()
 
     def begin(self, backend):
         """Let the others know this process, and tell them of its end."""
@@ -61,12 +55,19 @@ class Watch:
     def _get(self, key, default):
         return json.loads(self.store.get(key)) if self.store.check([key]) else default
 
-    def beat(self):
-        """Leave a sign of life, at most once a second and, since a store in a file grows, in time less often."""
-        now = time.monotonic()
-        if now - self.beaten > min(10, max(1, (now - self.began) / 100)):
-            self.beaten = now
-            self._set(f"beat {self.ranks.rank}", where())
+    def all_leave(self, where):
+        """Whether all ranks leave a loop here; waits for them, but not for ever: others may go on in it."""
+        if self.store.add(f"leave {where}", 1) == self.ranks.world_size:
+            self.store.set(f"all leave {where}", "")
+        try:
+            self.store.wait([f"all leave {where}"], timedelta(seconds=min(30, self.timeout)))
+        except dist.DistError:
+            return False
+        except RuntimeError as error:  # of a store in a file
+            if "timeout" not in str(error).lower():
+                raise
+            return False
+        return True
 
     def end_together(self):
         """Wait until all ranks are here. Returns in one line who ended the training elsewhere than others, or "".
@@ -74,7 +75,7 @@ class Watch:
         Raises `DistError` where one does not come within the timeout.
         """
         world_size, self.ended = self.ranks.world_size, True
-        self._set(f"end {self.ranks.rank}", where())
+        self._set(f"end {self.ranks.rank}", process.where())
         if self.store.add("ends", 1) == world_size:
             ends = [self._get(f"end {rank}", "") for rank in range(world_size)]
             others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
@@ -96,7 +97,7 @@ class Watch:
             time.sleep(0.01)
 
     def report(self, kind, why, waited=0):
-        report = {"kind": kind, "where": where(), "why": why, "waited": waited, "ended": self.ended}
+        report = {"kind": kind, "where": process.where(), "why": why, "waited": waited, "ended": self.ended}
         self._set(f"report {self.ranks.rank}", report)
 
     def reports(self):
@@ -140,9 +141,6 @@ class Watch:
         for rank in ranks:
             hosts.setdefault(self._process(rank)[0], []).append(rank)
         return "; ".join(f"rank {', '.join(map(str, there[:8]))} on {host}" for host, there in hosts.items())
-
-    def sign_of_life(self, rank):
-        return self._get(f"beat {rank}", "")
 
     def _process(self, rank):
         return self._get(f"process {rank}", ["an unknown machine", 0, None])
@@ -191,8 +189,7 @@ def judge(watch, reports, states, ends=None):
                 "running": ": it does something else, see its stack above",
             }
             why = whys.get(states[blamed[0]], "") if waited else ""
-        sign = watch.sign_of_life(blamed[0])
-        return blamed[0], f"{watch.names(blamed)} {how}{where}{why}" + f" (its last sign of life: {sign})" * bool(sign)
+        return blamed[0], f"{watch.names(blamed)} {how}{where}{why}"
     for rank in [rank for rank in reports if reports[rank]["ended"] and lost]:
         return rank, f"{watch.names([rank])} ended its training in {reports[rank]['where']}, others are{where}"
     for rank in kinds["signal"] if lost else []:
@@ -221,8 +218,8 @@ def tell(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
-    ranks = watch.ranks
-    served = f"rank 0, which serves the store, {{}}: rank {ranks.rank} lost it in {where()}"
+    watch, ranks = process.watch, process.watch.ranks
+    served = f"rank 0, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"
 
     def give_up():
         write_error(served.format("does not answer"))
@@ -247,6 +244,7 @@ def tell(error):
 
 
 def _tell_of_signal():
+    watch = process.watch
     number = watch.signal or signal.SIGINT
     watch.report("signal", number.name)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all, perhaps since one is gone
@@ -256,6 +254,7 @@ def _tell_of_signal():
 
 
 def _tell_of_others(error):
+    watch = process.watch
     waited = watch.timeout if re.search("timed out|timeout", str(error), re.IGNORECASE) else 0
     watch.report("lost", describe(error), waited)
     if watch.ranks.launcher != "mp.spawn":  # there the parent tells, which knows how each rank ended
@@ -268,13 +267,13 @@ def _tell_of_others(error):
 
 def _tell_of_itself(error):
     """What has an `exit_status` is told by one line; of anything else the traceback is needed."""
-    plain, details = hasattr(error, "exit_status"), ""
+    watch, plain, details = process.watch, hasattr(error, "exit_status"), ""
     if isinstance(error, SystemExit):
-        line = f"left by sys.exit({error.code!r}), before the training was finished, in {where()}"
+        line = f"left by sys.exit({error.code!r}), before the training was finished, in {process.where()}"
     elif plain:
         line = str(error)
     else:
-        line, details = f"failed in {where()}: {describe(error)}", "".join(traceback.format_exception(error))
+        line, details = f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error))
     if not plain:
         line = f"{watch.names([watch.ranks.rank])} {line}"
     watch.report("own", line)
@@ -285,21 +284,8 @@ def _tell_of_itself(error):
 
 
 def _tell_once(line, details=""):
-    if line and watch.first():
+    if line and process.watch.first():
         write_error(line, details)
-
-
-def write_error(line, details=""):
-    """Tell in one line, whatever a path or an argument in it holds."""
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
-    sys.stderr.write(f"{details}error: {line}\n")
-
-
-def describe(error):
-    """An exception and its cause in one line. What a loader worker or a replica handed on ends with its own words."""
-    lines = str(error).strip().splitlines() or [""]
-    line = lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
-    return line + (f" ({describe(error.__cause__)})" if error.__cause__ and str(error.__cause__) else "")
 
 
 def leave_for_torchrun(line, later=0):

@@ -1,8 +1,5 @@
 """How a process came to be: its ranks from the launcher's environment, or a parent that spawns ranks and ends them."""
 
-import ctypes
-import functools
-import gc
 import os
 import re
 import shlex
@@ -11,9 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +16,12 @@ from multiprocessing import connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common import faults, machines
+from common.errors import UserError, die_with_parent, process, tell_alone, write_error
 
 # Which variables tell rank, world size, local rank and local world size.
 LAUNCHERS = {
@@ -34,76 +31,21 @@ LAUNCHERS = {
 }
 
 
-finish_first = []  # what each process does alone when all went well
-released_last = []  # the process group, when `group.cleanup` has left it
+def tell(error):
+    """Tell of the exception that ends a process, which a launcher may have started. Returns the exit status."""
+    if process.watch:
+        status = faults.tell(error)
+    elif hasattr(error, "exit_status"):
+        status = _tell_before_meeting(error)
+    else:
+        return tell_alone(error)
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
+    return status
 
 
-class RunError(Exception):
-    """What went wrong and what to do, found by all processes of a machine alike: one line, status 1."""
-
-    exit_status = 1
-
-
-class UserError(RunError):
-    """A mistake of the user's: one line, status 2."""
-
-    exit_status = 2
-
-
-class Stopped(Exception):
-    """All ranks stop, as a signal asked them to, after the snapshot was written: status 128 + its number."""
-
-
-def one_line_errors(main):
-    """Decorate the entry of a process: what ends it is told in one line.
-
-    An exception with an `exit_status`, such as a `RunError`, is told without a traceback, and ends it with that.
-    """
-
-    @functools.wraps(main)
-    def wrapper(*args):
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
-        status, finished = 0, False
-        try:
-            main(*args)
-            while finish_first:
-                finish_first.pop()()
-            finished = True
-        except Stopped as stopped:
-            status = 128 + stopped.args[0]
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            status = faults.tell(error) if faults.watch else _tell(error)
-            restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-            if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
-                os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
-        finally:
-            faults.where = faults.watch = None  # they hold the run, whose loader workers end in order with it
-            finish_first.clear()
-            if not finished:
-                _kill_workers()  # they may be in the midst of something, and would be waited for
-            # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
-            # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
-            # the last to release the group: it would wait for these threads while they wait for Python's lock.
-            gc.collect()
-            released_last.clear()
-            _kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
-        if status:
-            sys.exit(status)
-
-    return wrapper
-
-
-def _tell(error):
-    """Tell of an exception of a process that has not met others. Returns the exit status."""
-    if isinstance(error, SystemExit):
-        raise error
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if not hasattr(error, "exit_status"):
-        traceback.print_exception(error)
-        faults.write_error(f"failed in {faults.where()}: {faults.describe(error)}")
-        return 1
+def _tell_before_meeting(error):
     name = launcher()
     local_rank = os.environ.get(LAUNCHERS[name][2], "0") if name else "0"
     first = not local_rank.isdecimal() or int(local_rank) == 0
@@ -113,17 +55,12 @@ def _tell(error):
         # error before. Where none ends this one meanwhile, the error is its own.
         time.sleep(10)
     if first or not waited_for:
-        faults.write_error(str(error))
+        write_error(str(error))
     faults.leave_for_torchrun(str(error))
     return error.exit_status
 
 
-def _kill_workers():
-    workers = mp.active_children()
-    if workers and sys.platform != "win32":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
-    for worker in workers:
-        worker.kill()
+process.tell = tell
 
 
 # ------------------------------------------------------------------------------------- started by a launcher
@@ -138,6 +75,7 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str | None = None
+    init_method: str = "env://"  # how the ranks find each other
 
     @property
     def one_machine(self):
@@ -179,6 +117,8 @@ def ranks_from_environment(args):
     missing = [variable for variable in needed if not env.get(variable)]
     if name is None and len(missing) == len(needed):
         return Ranks()
+    if getattr(args, "nprocs", None):
+        raise UserError(f"--nprocs {args.nprocs}: {name} has started the processes, leave it out")
     if "TORCHELASTIC_RUN_ID" in env or name == "mpirun":
         die_with_parent()  # a killed torchrun or mpirun would leave its processes running
     if name in (None, "torchrun") and missing:
@@ -199,7 +139,7 @@ def ranks_from_environment(args):
             _set_master(name, one_machine=local_world_size == world_size)
         if not 0 < _number("MASTER_PORT") < 2**16:
             raise UserError(f"the environment's MASTER_PORT is {env['MASTER_PORT']}, not from 1 to 65535")
-    return Ranks(rank, world_size, local_rank, local_world_size, name)
+    return Ranks(rank, world_size, local_rank, local_world_size, name, args.init_method)
 
 
 def _local_ranks(name, rank, world_size, args):
@@ -249,15 +189,60 @@ def _number(variable, default=None):
         raise UserError(f"the environment's {variable} is {value!r}, not a number") from None
 
 
+# ----------------------------------------------------------------------------------------- backend, devices
+
+
+def resolve_backend(name, device_type):
+    """The backend that `--backend` means here. Raises `UserError` where torch lacks it or the device is not for it."""
+    if name == "auto":
+        name = dist.get_default_backend_for_device(device_type)
+    known = set(dist.Backend.backend_list) - {"fake", "undefined"}
+    have = {backend for backend in known if dist.is_backend_available(backend)}
+    if name not in have:
+        raise UserError(f"--backend {name}: this torch has {', '.join(sorted(have))}")
+    if device_type not in dist.Backend.backend_capability.get(name, [device_type]):
+        kinds = " or ".join(dist.Backend.backend_capability[name])
+        raise UserError(f"--backend {name} works on {kinds}, not on {device_type}: leave it out, or use gloo")
+    return name
+
+
+def local_devices(args, ranks, each=1):
+    """The `each` devices of this process, chosen by its local rank so that no two processes share one.
+
+    Raises `UserError` where the machine shows too few for its processes.
+    """
+    if args.device == "cpu":
+        return [torch.device("cpu")] * each
+    visible = torch.accelerator.device_count()
+    needed = ranks.local_world_size * each
+    first = ranks.local_rank * each
+    if visible == ranks.local_world_size == 1:
+        return [torch.device(args.device, 0)] * each  # nothing to choose: one process, one device
+    if visible < needed:
+        if ranks.launcher not in ("srun", "mpirun") or visible != each:
+            raise UserError(
+                f"{ranks.local_world_size} processes with {each} {args.device} device(s) each need {needed}, "
+                f"this machine shows {visible}: start fewer processes, or use --device cpu"
+            )
+        first = 0  # the launcher shows each process just its own
+    return [torch.device(args.device, first + index) for index in range(each)]
+
+
 # ------------------------------------------------------------------------------------------ started by spawn
 
 
 @contextmanager
-def spawning(args):
+def spawning(args, each=1):
     """Yield a fresh directory, of mode 0700; on the way out, whatever the reason, end all children and remove it.
 
+    Sets `args.nprocs`: by default what the accelerators allow, with `each` for a process, or 2 on a CPU.
+    Raises `UserError` where there are more processes than devices, or torch lacks the backend.
     With a snapshot, the first SIGTERM or Ctrl-C is passed on to the ranks, who save and stop by themselves.
     """
+    resolve_backend(args.backend, args.device)
+    there = 0 if args.device == "cpu" else torch.accelerator.device_count()
+    args.nprocs = args.nprocs or (2 if args.device == "cpu" else max(1, there // each))
+    local_devices(args, Ranks(world_size=args.nprocs, local_world_size=args.nprocs), each)
     received_at = None
 
     def stop(number, frame):
@@ -292,8 +277,11 @@ def spawning(args):
             signal.signal(number, handler)
 
 
-def spawned(rank, world_size):
-    """The `Ranks` of a process that mp.spawn started; also sets the variables that torchrun sets."""
+def spawned(rank, world_size, directory):
+    """The `Ranks` of a process that mp.spawn started; they meet in a file, so that no port is opened for it.
+
+    Also sets the variables that torchrun sets, and lets the parent know when all went well; see `wait_for_ranks`.
+    """
 
     def interrupt(number, frame):
         signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches this process from the terminal and from the parent
@@ -302,14 +290,10 @@ def spawned(rank, world_size):
     signal.signal(signal.SIGINT, interrupt)
     die_with_parent()
     mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
-    ranks = Ranks(rank, world_size, rank, world_size, "mp.spawn")
+    process.at_end.callback(Path(directory, f"finished.{rank}").touch)
+    ranks = Ranks(rank, world_size, rank, world_size, "mp.spawn", f"file://{directory}/store")
     os.environ.update(zip(LAUNCHERS["torchrun"], map(str, (rank, world_size, rank, world_size)), strict=True))
     return ranks
-
-
-def report_finished(directory, rank):
-    """Tell the parent that this rank went through all of its training; see `wait_for_ranks`."""
-    Path(directory, f"finished.{rank}").touch()
 
 
 def wait_for_ranks(context, directory):
@@ -343,7 +327,7 @@ def wait_for_ranks(context, directory):
     blamed, line = faults.judge(watch, reports, states, ends)
     faults.show_and_kill([process.pid for process in stuck.values()])
     if line and reports.get(blamed, {}).get("kind") != "own":  # which told it
-        faults.write_error(line)
+        write_error(line)
     code = codes.get(blamed, next(iter(codes.values()))) or 1
     sys.exit(code if code > 0 else 128 - code)
 
@@ -353,19 +337,3 @@ def _how(code):
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"left with status {code} before its training was finished"
-
-
-def die_with_parent():
-    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
-    parent = mp.parent_process()
-    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if parent and not parent.is_alive():
-            os._exit(1)  # it was gone already
-    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
-
-        def follow():
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=follow, daemon=True).start()

@@ -79,19 +79,6 @@ def label(node_rank, host):
     return f"node {node_rank} ({host})"
 
 
-def differences(values, labels):
-    """Which of `values` stand at which of `labels`, such as "5 at node 0 (a), 6 at node 1 (b)"; "" where all agree."""
-    places = {}
-    for value, name in zip(values, labels, strict=True):
-        names = places.setdefault(value, [])
-        if name not in names:
-            names.append(name)
-    if len(places) == 1:
-        return ""
-    short = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) for names in places.values()]
-    return ", ".join(f"{value} at {names}" for value, names in zip(places, short, strict=True))
-
-
 # -------------------------------------------------------------------------------------- before torchrun starts
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from common import machines
-from common.launch import RunError, UserError
+from common.errors import RunError, UserError
+from common.ranks import differences, label, node
 
 # What may differ from process to process.
 OWN_ARGUMENTS = ("local_rank", "threads", "init_method")
@@ -109,8 +110,11 @@ def meet(store, host, ranks, args):
 
 def _describe(ranks, args, host):
     """What the others are told of this rank."""
-    node = _node(ranks.rank, ranks.local_world_size)
-    mine = {"node": node, "host": socket.gethostname(), "first_rank": ranks.rank - ranks.local_rank}
+    mine = {
+        "node": node(ranks.rank, ranks.local_world_size),
+        "host": socket.gethostname(),
+        "first_rank": ranks.rank - ranks.local_rank,
+    }
     mine |= {"processes": ranks.local_world_size, "address": None, "error": "", "alike": {}}
     if ranks.one_machine:
         return mine
@@ -189,29 +193,19 @@ def name_ranks(ranks, there):
     for rank in sorted(ranks):
         places = [mine for mine in there if mine["first_rank"] <= rank < mine["first_rank"] + mine["processes"]]
         each = next(iter(there))["processes"]
-        node = machines.label(places[0]["node"], places[0]["host"]) if places else f"node {rank // each}"
-        nodes.setdefault(node, []).append(rank - places[0]["first_rank"] if places else rank % each)
-    names = [f"{node} local rank {', '.join(map(str, local_ranks))}" for node, local_ranks in nodes.items()]
+        name = label(places[0]["node"], places[0]["host"]) if places else f"node {rank // each}"
+        nodes.setdefault(name, []).append(rank - places[0]["first_rank"] if places else rank % each)
+    names = [f"{name} local rank {', '.join(map(str, local_ranks))}" for name, local_ranks in nodes.items()]
     return "; ".join(names[:8]) + f"; and {len(names) - 8} nodes more" * (len(names) > 8)
 
 
 def _difference(there):
     """In what the machines differ, in one line; "" where they are alike."""
-    labels = [machines.label(mine["node"], mine["host"]) for mine in there]
+    labels = [label(mine["node"], mine["host"]) for mine in there]
     for name in dict.fromkeys(name for mine in there for name in mine["alike"]):
-        if values := machines.differences([mine["alike"].get(name, "absent") for mine in there], labels):
+        if values := differences([mine["alike"].get(name, "absent") for mine in there], labels):
             return f"machines differ in {name}: {values}; start all with the same torch, files and arguments"
     return ""
-
-
-def this_machine():
-    return machines.label(_node(), socket.gethostname())
-
-
-def _node(rank=0, processes=1):
-    """The node rank that torchrun or srun tells; else as if all machines had as many processes."""
-    told = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
-    return int(told) if told.isdecimal() else rank // processes
 
 
 def _set_interface(address, outside):

@@ -1,55 +1,58 @@
-"""Saving and resuming: a snapshot is whole or absent, and a run resumed from it ends as if it never stopped."""
+"""Saving and resuming what is named: a snapshot is whole or absent, and a run goes on from it exactly."""
 
 import copy
+import io
 import os
 import pickle
 import random
 import re
 import secrets
-import shutil
-import stat
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from common import group
-from common.launch import RunError, UserError, finish_first
+from common import ranks
+from common.errors import RunError, UserError, describe, process
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)  # what `weights_only` lets through
+SMALL = 2**16  # bytes of tensors up to which a state is saved for each rank
 
 
 class Snapshots:
     """The newest snapshot of a run, at `args.snapshot`, and the one before it, at `args.snapshot`.prev.
 
-    A snapshot is a dict of CPU tensors and plain types: "model", as the bare model names it, "optimizer", "scaler",
-    "random" (the random states of each rank), "settings" (what makes a run this run and no other), "position" (what
-    `save` was given), "world_size", "torch" (its version) and "id". All ranks call
-    `resume`, `save` and `finish` together.
+    A snapshot is a dict of CPU tensors and plain types: the state of each named object under its name, as rank 0 has
+    it, and under "run" a dict: "position" (what `save` was given), "settings" (what makes a run this run and no other),
+    "own" (of each rank: its random states and the small states, such as those of generators), "world_size", "torch"
+    (its version) and "id". Tensors that are sharded over the ranks are gathered. All ranks call `resume`, `save` and
+    `finish` together.
     """
 
-    def __init__(self, args, model, optimizer, scaler, data_size):
-        """Raises `UserError` where rank 0 could not write a snapshot."""
-        self.path = args.snapshot
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+    def __init__(self, args, named, wrapped, size):
+        """named: {name: object}. wrapped: the model as it is trained. size: of the train set.
+
+        Raises `UserError` where rank 0 could not write a snapshot.
+        """
+        self.path, self.named, self.wrapped = args.snapshot, named, wrapped
         self.previous = self.path.with_name(f"{self.path.name}.prev")
         self.temporary = self.path.with_name(f"{self.path.name}.tmp")
-        self.settings = {
-            "--seed": args.seed,
-            "--batch-size": args.batch_size,
-            "--lr": args.lr,
-            "--shuffle": args.shuffle,
-            "size of the train set": data_size,
-            "optimizer": type(optimizer).__name__,
+        self.settings = {"--seed": args.seed, "--batch-size": args.batch_size, "--lr": args.lr}
+        self.settings |= {
+            "size of the train set": size,
+            "the names": ", ".join(sorted(named)),
+            **hyperparameters(named),
         }
+        self.sharded = any(hasattr(parameter, "full_tensor") for parameter in wrapped.parameters())
         self.thread, self.writing = ThreadPoolExecutor(1), None
-        finish_first.append(self.finish)  # also where the loop over the epochs was left before its end
-        group.from_rank(0, self._check_place)
+        process.at_end.callback(self.finish)
+        ranks.from_rank(0, self._check_place)
 
     def resume(self):
-        """Load the newest snapshot that any rank finds at the path into model, optimizer, scaler and random states.
+        """Load the newest snapshot that any rank finds at the path into what is named and the random states.
 
         Returns its position, or None where there is no snapshot. Raises `UserError` on all ranks, with nothing loaded,
         where a rank finds something that is no snapshot of this run.
@@ -59,7 +62,7 @@ class Snapshots:
             state = self._read()
         except UserError as found:
             error = found
-        finds = group.gather_objects((error, state and [state["position"]["step_count"], state["id"]]))
+        finds = ranks.gather_objects((error, state and [state["run"]["position"]["step_count"], state["run"]["id"]]))
         for error, _ in finds:
             if error:
                 raise error
@@ -68,35 +71,61 @@ class Snapshots:
             return None
         newest = max(key for key in keys if key)
         if any(key != newest for key in keys):  # another machine's disk
-            state = group.from_rank(keys.index(newest), lambda: state)
+            state = ranks.from_rank(keys.index(newest), lambda: state)
+        self._load(state)
+        return state["run"]["position"]
 
-        names = {plain: name for name, plain in plain_names(self.model).items()}
-        # Of the optimizer's tensors load_state_dict keeps those it is given, and these lie in the file.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self.model.load_state_dict({names[plain]: value for plain, value in state["model"].items()})
-        if self.scaler.is_enabled() and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        if state["world_size"] == group.world_size():
-            set_random_states(state["random"][group.rank()], self.model)
+    def _load(self, state):
+        run, rank = state["run"], ranks.rank()
+        same = run["world_size"] == ranks.world_size()
+        own = run["own"][rank % run["world_size"]]
+        for name, one in self.named.items():
+            try:
+                if isinstance(one, torch.Generator) and not same:
+                    one.manual_seed(seed_of(run["settings"]["--seed"], run["position"]["step_count"], rank))
+                else:
+                    set_state(one, own["states"].get(name, state[name]))
+            except Exception as error:  # of whatever class it is
+                raise UserError(f"--snapshot {self.path}: {name} does not load its state: {describe(error)}") from None
+        if same:
+            set_random_states(own["random"], self.wrapped)
         else:
-            seed(state["settings"]["--seed"], state["position"]["step_count"])
-        return state["position"]
+            seed(run["settings"]["--seed"], run["position"]["step_count"])
 
     def save(self, position):
         """Copy what a snapshot holds, and let a thread of rank 0 write it while the training goes on; see `finish`.
 
         `position`: where the run is, a dict of numbers, among them "step_count". Waits until the snapshot before is
-        written. Raises what `finish` does.
+        written. Raises what `finish` does, and `RunError` where a weight is not finite.
         """
-        states = group.gather_objects(random_states(self.model), everywhere=False)
-        group.from_rank(0, lambda: self._begin(position, states))
+        large = (nn.Module, Optimizer)
+        states = {name: get_state(one) for name, one in self.named.items() if not isinstance(one, large)}
+        small = {name: state for name, state in states.items() if size_of(state) <= SMALL}
+        own = {"random": random_states(self.wrapped), "states": copied(small, {})}
+        bad = self._not_finite() if self.sharded or ranks.rank() == 0 else None
+        found = ranks.gather_objects((own, bad), everywhere=False)
+        ranks.from_rank(0, lambda: self._may_save(position, [bad for _, bad in found if bad]))
+        if self.sharded or ranks.rank() == 0:
+            copies = {} if ranks.rank() == 0 else None
+            states |= {name: get_state(one) for name, one in self.named.items() if name not in states}
+            state = {name: copied(states[name], copies) for name in self.named}
+        if ranks.rank() == 0:
+            state["run"] = {
+                "position": position,
+                "settings": self.settings,
+                "own": [own for own, _ in found],
+                "world_size": ranks.world_size(),
+                "torch": str(torch.__version__),
+                "id": secrets.token_hex(8),
+            }
+            self.writing = self.thread.submit(self._write, state)
 
     def finish(self):
         """Wait until the last snapshot is on disk.
 
         Raises `RunError` on all ranks where it could not be written; the snapshot before is untouched then.
         """
-        group.from_rank(0, self._wait)
+        ranks.from_rank(0, self._wait)
 
     def failed(self):
         """Whether this rank knows already that `finish` will raise."""
@@ -106,24 +135,22 @@ class Snapshots:
         if self.writing:
             self.writing.result()
 
-    def _begin(self, position, states):
+    def _may_save(self, position, bad):
         self._wait()
-        self._check_finite(position)
-        self.writing = self.thread.submit(self._write, position, self._copy(position, states))
+        if bad:
+            raise RunError(
+                f"{bad[0]} is not finite after step {position['step_count']}, which is not saved: lower --lr, or try "
+                "--clip 1; the snapshot before, if any, is untouched"
+            )
 
-    def _check_finite(self, position):
-        for name, parameter in self.model.named_parameters():
+    def _not_finite(self):
+        for name, parameter in self.named["model"].named_parameters():
+            values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             # The sum is fast, and not finite where a number is not, but also where it overflows.
-            if not parameter.sum().isfinite() and not parameter.isfinite().all():
-                raise RunError(
-                    f"{name} is not finite after step {position['step_count']}, which is not saved: lower --lr, or try "
-                    "--clip 1; the snapshot before, if any, is untouched"
-                )
+            if not values.sum().isfinite() and not values.isfinite().all():
+                return name
 
     def _check_place(self):
-        for path in (self.temporary, self.previous):
-            if path.is_symlink() or (path.exists() and not path.is_file()):
-                raise UserError(f"--snapshot {self.path} writes to {path} too, which is no regular file: move it away")
         try:
             self.temporary.unlink(missing_ok=True)  # of a run that was killed while it saved
             with self.temporary.open("xb"):
@@ -131,32 +158,28 @@ class Snapshots:
             self.temporary.unlink()
         except OSError as error:
             raise UserError(f"--snapshot {self.path}: cannot write there: {error.strerror}") from None
-        size = sum(value.nbytes for value in self.model.state_dict().values() if isinstance(value, torch.Tensor))
-        free = shutil.disk_usage(self.path.parent).free
-        if free < size:
-            raise UserError(f"--snapshot {self.path}: the model has {size:,} bytes, its disk has {free:,} left")
 
     def _read(self):
         """What is at the path, or None. Raises `UserError` where it is no snapshot, or another run's."""
         previous = self.previous.exists()
         way_out = f"`mv {self.previous} {self.path}` to go on from the one before it" if previous else ""
-        try:
-            kind = self.path.lstat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        if not self.path.exists() and not self.path.is_symlink():
             if previous:
                 raise UserError(
                     f"--snapshot {self.path} is missing but {self.previous} is there: {way_out}, or move that away as "
                     "well to start anew"
-                ) from None
+                )
             return None
-        if not stat.S_ISREG(kind):
+        if self.path.is_symlink() or not self.path.is_file():
             raise UserError(f"--snapshot {self.path} is a directory, a link or a device: give the path of a file")
         way_out = f"move it away to start anew{way_out and ', or '}{way_out}"
         try:
             # torch does not look at the checksums that it writes. One process of a machine looks at all of the file.
-            if group.local_rank() == 0 and (damaged := zipfile.ZipFile(self.path).testzip()):
+            if process.local_rank == 0 and (damaged := zipfile.ZipFile(self.path).testzip()):
                 raise ValueError(f"{damaged} in it is damaged")
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(state, dict) or not {"settings", "position", "own"} <= dict(state.get("run", {})).keys():
+                raise ValueError("torch reads it, but it is no snapshot of this kit")
             difference = self._difference(state)
         except Exception as error:  # whatever a foreign file brings about
             raise UserError(f"--snapshot {self.path} cannot be read: {_cause(error)}; {way_out}") from None
@@ -167,43 +190,26 @@ class Snapshots:
         return state
 
     def _difference(self, state):
-        """What makes a loaded snapshot another run's, or None. Raises `ValueError` where it is no snapshot."""
-        if not isinstance(state, dict) or not {"settings", "position", "random", "id"} <= state.keys():
-            raise ValueError("torch reads it, but it is no snapshot of this kit")
-        for name, mine in self.settings.items():
-            if (saved := state["settings"].get(name)) != mine:
-                return f"is of a run with {name} {saved}, this run has {mine}"
-        saved, mine = state["model"], plain_state(self.model)
-        for name in [*mine, *saved]:
-            if (there := _describe(saved, name)) != (here := _describe(mine, name)):
-                return f"is of another model: {name} is {there} there, {here} in this run"
-        groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-        if groups != (here := [len(group["params"]) for group in self.optimizer.param_groups]):
-            return f"is of a run whose optimizer has groups of {groups} parameters, in this run of {here}"
+        """What makes a loaded snapshot another run's, or None."""
+        saved = state["run"]["settings"]
+        for name in [*self.settings, *saved]:
+            there, here = (settings.get(name, "absent") for settings in (saved, self.settings))
+            if str(there) != str(here):
+                return f"is of a run with {name} {there}, this run has {here}"
+        for title, one in self.named.items():
+            saved, mine = (state[title], one.state_dict()) if isinstance(one, nn.Module) else ({}, {})
+            for name in [*mine, *saved]:
+                if (there := _describe(saved, name)) != (here := _describe(mine, name)):
+                    return f"is of another {title}: {name} is {there} there, {here} in this run"
         return None
 
-    def _copy(self, position, states):
-        return copied(
-            {
-                "model": plain_state(self.model),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "random": states,
-                "settings": self.settings,
-                "position": position,
-                "world_size": group.world_size(),
-                "torch": str(torch.__version__),
-                "id": secrets.token_hex(8),
-            },
-            {},
-        )
-
-    def _write(self, position, state):
+    def _write(self, state):
         try:
             with self.temporary.open("xb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            torch.load(self.temporary, map_location="cpu", weights_only=True, mmap=True)  # what is written can be read
             if self.path.exists():
                 self.previous.unlink(missing_ok=True)
                 try:
@@ -215,12 +221,13 @@ class Snapshots:
                 directory = os.open(self.path.parent, os.O_DIRECTORY)
                 os.fsync(directory)
                 os.close(directory)
-        except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError to torch
+        except Exception as error:  # a full disk is a RuntimeError to torch, and what is named may be of any class
             self.temporary.unlink(missing_ok=True)
-            free = shutil.disk_usage(self.path.parent).free
+            start, kept = f"--snapshot {self.path} of step {state['run']['position']['step_count']}", "untouched"
+            if not isinstance(error, OSError) and (found := refused(state)):
+                raise UserError(f"{start} was not written: {found}") from None
             raise RunError(
-                f"--snapshot {self.path} of step {position['step_count']} was not written: {_cause(error)}; its disk "
-                f"has {free:,} bytes left; the snapshot before it, if any, is untouched"
+                f"{start} was not written: {_cause(error)}; the snapshot before it, if any, is {kept}"
             ) from None
 
 
@@ -234,62 +241,148 @@ def _cause(error):
 
 
 def _describe(state, name):
+    """The shape and dtype of a tensor in a state; of anything else only whether it is there."""
     value = state.get(name, "absent")
-    return f"{list(value.shape)} {value.dtype}".replace("torch.", "") if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype}".replace("torch.", "")
+    return value if name not in state else "no tensor"
+
+
+def refused(value, *path):
+    """Under which keys lies what `weights_only` refuses, and what it is, in words; None where there is nothing."""
+    if isinstance(value, dict):
+        items = [pair for key, item in value.items() for pair in ((key, (*path, repr(key))), (item, (*path, str(key))))]
+    else:
+        items = (
+            [(item, (*path, str(index))) for index, item in enumerate(value)] if type(value) in (list, tuple) else []
+        )
+    for item, where in items:
+        if found := refused(item, *where):
+            return found
+    if items or type(value) is torch.Tensor:
+        return None
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # of any class
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return (
+            f"under {' → '.join(path)} lies a {kind}, which torch does not load with weights_only=True: keep a plain "
+            f"number, string, list, dict or tensor there ({describe(error)[:80]})"
+        )
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- states
 
 
-def plain_names(model):
-    """{name in `state_dict`: name in that of the bare model}: without DDP, DataParallel and torch.compile around it or
-    around modules inside."""
-    inner = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        wrapper = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-        for child in ["module"] if wrapper else ["_orig_mod"] if "_orig_mod" in module._modules else []:
-            inner.append((f"{name}." if name else "", f"{name}.{child}." if name else f"{child}."))
-    names = {}
-    for name in model.state_dict():
-        names[name] = name
-        for outside, inside in reversed(inner):  # the deepest first
-            if name.startswith(inside):
-                names[name] = outside + names[name].removeprefix(inside)
-    return names
+def has_state(one):
+    return isinstance(one, (dict, torch.Generator)) or all(
+        callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
-def plain_state(model):
-    """The model's `state_dict` by `plain_names`."""
-    state = model.state_dict()
-    return {plain: state[name] for name, plain in plain_names(model).items()}
+def get_state(one):
+    """The state of a named object: a dict is its own, a `torch.Generator` has `get_state`."""
+    if isinstance(one, dict):
+        return dict(one)
+    return one.get_state() if isinstance(one, torch.Generator) else one.state_dict()
 
 
-def tensors(value):
-    """The tensors in a nested value, one after the other."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
+def set_state(one, state):
+    """Load what `get_state` returned, which may lie in a file that is mapped into memory."""
+    if isinstance(one, nn.Module):
+        mine = one.state_dict()
+        one.load_state_dict({name: sharded_like(mine.get(name), value) for name, value in state.items()})
+        return
+    state = copy.deepcopy(state)  # load_state_dict keeps the tensors that it is given
+    if isinstance(one, Optimizer):
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        for index, values in state["state"].items():
+            for name, value in values.items():
+                values[name] = sharded_like(parameters[index], value)
+    if isinstance(one, dict):
+        one.clear()
+        one.update(state)
+    else:
+        one.set_state(state) if isinstance(one, torch.Generator) else one.load_state_dict(state)
+
+
+def sharded_like(mine, value):
+    """A whole tensor, sharded over the ranks where `mine` is; anything else as it is."""
+    if not hasattr(mine, "full_tensor") or not isinstance(value, torch.Tensor) or value.shape != mine.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes long to import
+
+    return distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements)
 
 
 def copied(value, copies):
-    """A nested state with its tensors copied to the CPU, the same memory once. copies: {} to begin with.
+    """A nested state with its tensors gathered and copied to the CPU, the same memory once. copies: {} to begin with;
+    None on a rank that only takes part in the gathering.
 
-    Raises `RunError` for what `weights_only` would not read again.
+    NumPy's float64, whole numbers and strings become Python's, which `weights_only` reads again.
     """
     if isinstance(value, torch.Tensor):
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+            return value if copies is None else value.detach().to("cpu", copy=True)
+        if copies is None:
+            return value
         key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
         return copies[key]
     if isinstance(value, dict):
-        return {key: copied(item, copies) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+        same = copy.copy(value)  # an OrderedDict may have attributes
+        same.clear()
+        same.update((copied(key, copies), copied(item, copies)) for key, item in value.items())
+        return same
+    if type(value) in (list, tuple):
         return type(value)(copied(item, copies) for item in value)
-    if not isinstance(value, PLAIN):
-        raise RunError(f"a snapshot cannot hold a {type(value).__module__}.{type(value).__name__}, only plain types")
+    if isinstance(value, (numpy.float64, numpy.integer, numpy.bool_, numpy.str_)):
+        return value.item()
     return value
+
+
+def size_of(value):
+    """Bytes of the tensors in a nested state."""
+    if isinstance(value, (dict, list, tuple)):
+        return sum(map(size_of, value.values() if isinstance(value, dict) else value))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def hyperparameters(named):
+    """{words: plain value} of what the script gave optimizers and schedules, which loading would override."""
+    found = {}
+    for name, one in named.items():
+        if isinstance(one, LRScheduler):
+            found |= {f"{name}'s {key}": plain(value) for key, value in one.state_dict().items() if key != "_last_lr"}
+        if isinstance(one, Optimizer):
+            found[f"{name}'s class"] = type(one).__name__
+            for number, group in enumerate(one.param_groups):
+                rate = "lr" if "initial_lr" not in group else "initial_lr"  # the schedule has changed lr
+                for key, value in group.items():
+                    if key == "params":
+                        value = len(value)
+                    elif key in ("foreach", "fused", "capturable", "param_names") or (key == "lr" and rate != "lr"):
+                        continue
+                    of_group = f" of group {number}" if len(one.param_groups) > 1 else ""
+                    found[f"{name}'s {key}{of_group}"] = plain(value)
+    return found
+
+
+def plain(value):
+    """A value in types that can be saved and compared."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items() if key != "_last_lr"}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (torch.Tensor, numpy.ndarray, numpy.generic)):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def devices(model):
@@ -300,9 +393,13 @@ def devices(model):
     return sorted(found, key=str)
 
 
+def seed_of(*numbers):
+    return hash(numbers) % 2**63
+
+
 def seed(*numbers):
     """Seed what is random on this rank, differently on each. Numbers: whole, the run's own seed first."""
-    number = hash((*numbers, group.rank())) % 2**63
+    number = seed_of(*numbers, ranks.rank())
     random.seed(number)
     numpy.random.seed(number % 2**32)
     torch.manual_seed(number)

@@ -1,0 +1,183 @@
+"""The data: which samples a rank sees in which step, at any world size and from any step on."""
+
+import math
+import random
+import signal
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from common import job, ranks
+from common.errors import UserError, die_with_parent
+
+
+def check_sets(train_set, test_set):
+    """Return both. Raises `UserError` where one is empty, has no length, or another one on another machine."""
+    check_set("train set", train_set)
+    check_set("test set", test_set)
+    return train_set, test_set
+
+
+def check_set(name, data):
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise UserError(
+            f"the {name} is a {type(data).__name__}, which has no samples to choose from: give a dataset with __len__ "
+            "and __getitem__, so that each rank gets its share and a run can go on in the midst of it"
+        )
+    ranks.check_same(f"the size of the {name}", len(data))
+    if not len(data):
+        raise UserError(f"the {name} is empty: see load_data in common/job.py")
+
+
+class ResumableSampler(Sampler):
+    """This rank's share of each epoch, from any step on, so that step k sees the same samples at any world size.
+
+    The order is that of torch's `DistributedSampler(shuffle=True, drop_last=True)` with the same seed and epoch. What
+    does not fill a global batch at the end of an epoch is left out. Raises `UserError` where the samples do not fill
+    one global batch, or the global batch cannot be shared out evenly.
+    """
+
+    def __init__(self, dataset, args):
+        self.size, self.seed, self.batch, self.rank = len(dataset), args.seed, args.batch_size, ranks.rank()
+        self.world_size = ranks.world_size()
+        share = self.world_size * args.accum
+        if args.batch_size % share:
+            below, above = args.batch_size // share * share, -(-args.batch_size // share) * share
+            raise UserError(
+                f"--batch-size {args.batch_size} does not divide into {self.world_size} processes × {args.accum} "
+                f"micro-batches: the nearest that does is {f'{below} or {above}' if below else above}"
+            )
+        if self.size < args.batch_size:
+            raise UserError(f"--batch-size {args.batch_size} is more than the {self.size} samples of the train set")
+        self.by_epoch = isinstance(dataset, RandomBySample)
+        self.micro_batch = args.batch_size // share  # samples per process at a time
+        self.steps = self.size // args.batch_size  # per epoch
+        self.total_steps = min(args.steps or math.inf, args.epochs * self.steps)  # of the run
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch, step=0):
+        """Choose the epoch, and the step in it with which the next iteration begins."""
+        self.epoch, self.step = epoch, step
+
+    def __len__(self):
+        return (self.steps - self.step) * self.batch // self.world_size
+
+    def __iter__(self):
+        # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share.
+        dtype = torch.int32 if self.size < 2**31 else torch.int64
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.size, generator=generator, dtype=dtype)
+        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size].clone()
+        start = self.epoch * self.size if self.by_epoch else 0
+        for chunk in order.split(2**14):  # so many are Python numbers at a time
+            yield from (chunk.long() + start).tolist() if start else chunk.tolist()
+
+
+class Shares(Sampler):
+    """Batches of indices by which the ranks see each of `size` samples once, as many batches on every rank.
+
+    Collectives in forward, as FSDP has them, need all ranks in each batch. `counts` says how many samples of each batch
+    count: 0 where there are fewer samples left than ranks, and sample 0 is seen for company.
+    """
+
+    def __init__(self, size, batch):
+        rank, step = ranks.rank(), batch * ranks.world_size()
+        ends = (min(start + step, size) for start in range(0, size, step))
+        self.shares = [range(number * step + rank, end, ranks.world_size()) for number, end in enumerate(ends)]
+        self.counts = [len(share) for share in self.shares]
+
+    def __len__(self):
+        return len(self.shares)
+
+    def __iter__(self):
+        return (list(share) or [0] for share in self.shares)
+
+
+class RandomBySample(Dataset):
+    """A dataset that augments at random, made random by sample, not by rank.
+
+    What `dataset[index]` draws from `random`, `numpy.random` and torch's default generator depends on --seed, the epoch
+    and the index alone: it is the same at every world size, with any --workers, and after a resume. It is to be the
+    outermost wrapper. The sampler hands it the index plus the epoch times the length.
+    """
+
+    seed = 0  # `train_loader` sets it
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        epoch, index = divmod(index, len(self.dataset))
+        number, more = map(int, numpy.random.SeedSequence((self.seed, epoch, index)).generate_state(2, "uint64"))
+        python, array = random.getstate(), numpy.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            random.seed(number)
+            numpy.random.seed(more % 2**32)
+            try:
+                return self.dataset[index]
+            finally:
+                random.setstate(python)
+                numpy.random.set_state(array)
+
+
+def train_loader(dataset, args, device):
+    """A DataLoader of this rank's micro-batches. Raises `UserError` like `ResumableSampler`."""
+    if any(isinstance(one, RandomBySample) for one in inside(dataset)):
+        raise UserError(f"RandomBySample lies inside a {type(dataset).__name__}: make it the outermost wrapper")
+    if isinstance(dataset, RandomBySample):
+        dataset.seed = args.seed
+    sampler = ResumableSampler(dataset, args)
+    return DataLoader(dataset, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
+
+
+def inside(dataset):
+    """The datasets that a wrapper such as `Subset` or `ConcatDataset` holds, and those in them."""
+    for one in [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", [])]:
+        if one is not None:
+            yield one
+            yield from inside(one)
+
+
+def test_loader(dataset, args, device):
+    """A DataLoader over each sample once in all, in batches of the size of the micro-batches."""
+    shares = Shares(len(dataset), args.batch_size // (ranks.world_size() * args.accum))
+    return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device))
+
+
+def loader_options(args, device):
+    return dict(
+        collate_fn=getattr(job, "collate", None),
+        num_workers=args.workers,
+        pin_memory=device.type != "cpu",
+        persistent_workers=args.workers > 0,
+        worker_init_fn=start_worker,
+        timeout=args.timeout if args.workers else 0,
+    )
+
+
+def start_worker(_worker):
+    die_with_parent()
+    # Ctrl-C and schedulers signal all processes, but this one's rank needs its batches until all ranks stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def iterate(loader):
+    """`iter(loader)`, which draws a seed for the workers, without a trace in the random state."""
+    with torch.random.fork_rng(devices=[]):
+        return iter(loader)
+
+
+def move(value, device):
+    """A tensor, or any nesting of dicts, tuples and lists with tensors in it, on a device."""
+    if isinstance(value, dict):
+        return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [move(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value.to(device, non_blocking=True) if hasattr(value, "to") else value

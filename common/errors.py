@@ -1,0 +1,142 @@
+"""What ends a process, told in one line; and the one object that lives as long as the process."""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import torch.multiprocessing as mp
+
+
+class RunError(Exception):
+    """What went wrong and what to do, found by all processes of a machine alike: one line, status 1.
+
+    Any exception with an `exit_status` is told in one line, without a traceback, and ends the process with that.
+    """
+
+    exit_status = 1
+
+
+class UserError(RunError):
+    """A mistake of the user's: one line, status 2."""
+
+    exit_status = 2
+
+
+class Stopped(Exception):
+    """All ranks stop, as a signal asked them to, after the snapshot was written: status 128 + its number."""
+
+
+class Process:
+    """What belongs to this process as a whole, from the beginning of `entry` to its end.
+
+    at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
+    first, and failure drops it. where: a function that says where in its training this process is. tell: a function
+    that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
+    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on
+    this machine. group: the process group that was left.
+    """
+
+    def __init__(self):
+        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell_alone
+        self.watch = self.group = None
+        self.local_rank = 0
+
+    def let_go(self):
+        """Drop all of this, so that what it holds is freed."""
+        self.at_end.pop_all()
+        group = self.group  # the last to go, see `entry`
+        self.__init__()
+        gc.collect()
+        del group
+
+
+def entry(main):
+    """Decorate the entry of a process: an error ends it in one line; success leaves together with the other ranks."""
+
+    @functools.wraps(main)
+    def wrapper(*args):
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
+        signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        status, finished = 0, False
+        try:
+            main(*args)
+            process.at_end.close()
+            finished = True
+        except Stopped as stopped:
+            status = 128 + stopped.args[0]
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            status = process.tell(error)
+        finally:
+            if not finished:
+                kill_workers()  # they may be in the midst of something, and would be waited for
+            # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
+            # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
+            # the last to release the group: it would wait for these threads while they wait for Python's lock.
+            process.let_go()
+            kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
+        if status:
+            sys.exit(status)
+        for number, handler in signals.items():  # a notebook goes on
+            signal.signal(number, handler)
+
+    return wrapper
+
+
+def tell_alone(error):
+    """Tell of the exception that ends a process which has not met others. Returns the exit status."""
+    if isinstance(error, SystemExit):
+        raise error
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if hasattr(error, "exit_status"):
+        write_error(str(error))
+        return error.exit_status
+    write_error(f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error)))
+    return 1
+
+
+def write_error(line, details=""):
+    """Tell in one line, whatever a path or an argument in it holds."""
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    sys.stderr.write(f"{details}error: {line}\n")
+
+
+def describe(error):
+    """An exception and its cause in one line. What a loader worker or a replica handed on ends with its own words."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
+    return line + (f" ({describe(error.__cause__)})" if error.__cause__ and str(error.__cause__) else "")
+
+
+def kill_workers():
+    workers = mp.active_children()
+    if workers and sys.platform != "win32":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
+    for worker in workers:
+        worker.kill()
+
+
+def die_with_parent():
+    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
+    parent = mp.parent_process()
+    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if parent and not parent.is_alive():
+            os._exit(1)  # it was gone already
+    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
+
+        def follow():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+process = Process()

@@ -1,0 +1,143 @@
+"""What the ranks tell each other: sums, objects, checks that they agree. A process alone has rank 0 of 1."""
+
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+
+from common.errors import RunError, UserError
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def say(line):
+    """Print a line from rank 0, in one piece, so that it mixes with no other process's."""
+    if rank() == 0:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def total(tensor):
+    """The sum of a tensor over the ranks, as a new tensor."""
+    tensor = tensor.clone()
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather(row, device):
+    """Every rank's row of n numbers: float64 [world size, n], on the CPU."""
+    rows = torch.zeros(world_size(), len(row), dtype=torch.float64, device=device)
+    rows[rank()] = torch.as_tensor(row, dtype=torch.float64)
+    return total(rows).cpu()
+
+
+def most(row, device):
+    """The greatest of each of n numbers over the ranks, in a list. Its cost hardly grows with the world size."""
+    row = torch.tensor(row, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(row, dist.ReduceOp.MAX)
+    return row.tolist()
+
+
+def gather_objects(value, everywhere=True):
+    """Every rank's value, anything that pickle takes, in a list; where not everywhere, None but on rank 0."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size() if everywhere or rank() == 0 else None
+    if everywhere:
+        dist.all_gather_object(values, value)
+    else:
+        dist.gather_object(value, values)
+    return values
+
+
+def from_rank(source, function):
+    """Call `function` on rank `source`; every rank returns what it returned or raises the `RunError` that it raised."""
+    answer = [None, None]
+    if rank() == source:
+        try:
+            answer[0] = function()
+        except RunError as error:
+            answer[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, source)
+    if answer[1]:
+        raise answer[1]
+    return answer[0]
+
+
+def check_same(what, value):
+    """Raise `UserError` on all ranks where they have different values; it names the machines."""
+    there = gather_objects((value, this_machine()))
+    if found := differences(*zip(*there, strict=True)):
+        raise UserError(f"{what} is {found}: it must be the same everywhere")
+
+
+def differences(values, labels):
+    """Which of `values` stand at which of `labels`, such as "5 at node 0 (a), 6 at node 1 (b)"; "" where all agree."""
+    places = {}
+    for value, name in zip(values, labels, strict=True):
+        names = places.setdefault(value, [])
+        if name not in names:
+            names.append(name)
+    if len(places) == 1:
+        return ""
+    short = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) for names in places.values()]
+    return ", ".join(f"{value} at {names}" for value, names in zip(places, short, strict=True))
+
+
+def label(node_rank, host):
+    return f"node {node_rank} ({host})"
+
+
+def node(rank=0, processes=1):
+    """The node rank that torchrun or srun tells; else as if all machines had as many processes."""
+    told = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
+    return int(told) if told.isdecimal() else rank // processes
+
+
+def this_machine():
+    return label(node(), socket.gethostname())
+
+
+def share_buffers(model):
+    """Give every rank rank 0's buffers, such as running means, which only DDP's next forward would do."""
+    for buffer in model.buffers() if dist.is_initialized() else []:
+        dist.broadcast(buffer, src=0)
+
+
+def check_same_weights(model, device):
+    """Raise `RunError` where a rank's parameters differ from rank 0's; it names the ranks.
+
+    Of parameters that are sharded (DTensors) each rank has its own part, and nothing to compare.
+    """
+    names, sums = [], []
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "full_tensor"):
+            values = parameter.detach().cpu()
+            values = (torch.view_as_real(values) if values.is_complex() else values).double()
+            names.append(name)
+            sums += [values.sum(), values.abs().sum()]
+    if not names:
+        return
+    sums = torch.stack(sums).nan_to_num(nan=-1).view(-1, 2)
+    first = sums.to(device, copy=True)
+    if dist.is_initialized():
+        dist.broadcast(first, 0)
+    first = first.cpu()
+    # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
+    differs = ((sums - first).abs() > 1e-12 * first[:, 1:]).any(1).nonzero().flatten().tolist()
+    found = gather([differs[0] + 1 if differs else 0], device).flatten().long().tolist()
+    if ranks := [rank for rank, number in enumerate(found) if number]:
+        name = names[min(found[rank] for rank in ranks) - 1]
+        some = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+        raise RunError(f"the weights of rank {some} differ from those of rank 0, first in {name}")
