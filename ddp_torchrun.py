@@ -30,7 +30,7 @@ def main(argv=None):
 
     # 2. Data: each process loads its share of every global batch.
     train_set, test_set = check_sets(*job.load_data())
-    loader = train_loader(train_set, args, device)
+    loader = train_loader(train_set, args, device, job.collate)
 
     # 3. Model: the same weights everywhere, whose gradients DDP averages.
     model = job.ToyModel().to(device)

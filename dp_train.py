@@ -61,7 +61,7 @@ def main(argv=None):
 
     # 2. Data: whole batches, which DataParallel splits.
     train_set, test_set = check_sets(*job.load_data())
-    loader = train_loader(train_set, args, device)
+    loader = train_loader(train_set, args, device, job.collate)
 
     # 3. Model: it lies on the first device and is copied to the others in every step.
     model = job.ToyModel().to(f"{args.device}:{device_ids[0]}" if device_ids else device)

@@ -27,7 +27,7 @@ def train(args, ranks):
 
     # 2. Data: each process loads its share of every global batch.
     train_set, test_set = check_sets(*job.load_data())
-    loader = train_loader(train_set, args, dev1)
+    loader = train_loader(train_set, args, dev1, job.collate)
 
     # 3. Model: no device_ids, since each replica is on two.
     model = job.ToyMpModel(dev0, dev1)

@@ -4,6 +4,7 @@ The programs that are compared call just what a user's own job has, so they run 
 step each process reports to `programs.py`, and from then on takes as many steps as it is told to, and waits again.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ ADDRESS, SIZE = os.environ["BENCHMARK_ADDRESS"], os.environ["BENCHMARK_SIZE"]
 BATCH = int(os.environ["BENCHMARK_BATCH"])  # global
 LR, EPOCHS = models.RATES[SIZE], 100_000  # it is killed when all is measured
 
-loss, score, ToyMpModel = digits.loss, digits.score, digits.ToyMpModel
+collate, loss, score, ToyMpModel = digits.collate, digits.loss, digits.score, digits.ToyMpModel
 stamps = {"imports": time.time()}  # when what was done; seconds since the epoch
 
 
@@ -47,6 +48,11 @@ def load_data():
 def ToyModel():
     stamps.setdefault("data", time.time())
     return models.OTHERS.get(SIZE, digits.ToyModel)()
+
+
+def make_optimizer(model, args=argparse.Namespace(lr=LR), steps=None):  # noqa: B008  nobody changes it
+    """The toy job's (optimizer, schedule), so that all programs do the same work; the peers have no `args`."""
+    return digits.make_optimizer(model, args, steps)
 
 
 def process_began():

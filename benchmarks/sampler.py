@@ -1,6 +1,5 @@
 """The input path: what the sampler of an epoch costs, in time and memory, and how fast the loader is alone."""
 
-import argparse
 import itertools
 import os
 import statistics
@@ -12,21 +11,23 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.programs import ratios
-from common import group, job
-from common.run import ResumableSampler
+from common import job, ranks
+from common.data import ResumableSampler
+from common.options import Options
 
-RANKS = (1, 8, 1024)
+WORLD_SIZES = (1, 8, 1024)
 BATCH = 2**13  # global: all world sizes divide it
+KINDS = ("DistributedSampler", "ResumableSampler")
 
 
 def measure(sizes=(10**6, 10**7, 10**8), rounds=100):
     table = []
-    for size, ranks, kind in itertools.product(sizes, RANKS, ("DistributedSampler", "randperm", "keyed")):
-        table.append({"samples": size, "ranks": ranks, "sampler": kind, **in_child(first_index, kind, size, ranks)})
-    middle = {kind: in_child(first_index, kind, sizes[-1], 8, 0.5) for kind in ("randperm", "keyed")}
+    for size, world_size, kind in itertools.product(sizes, WORLD_SIZES, KINDS):
+        measured = in_child(first_index, kind, size, world_size)
+        table.append({"samples": size, "ranks": world_size, "sampler": kind, **measured})
     return {
         "epoch": table,
-        f"middle of an epoch of {sizes[-1]} samples, 8 ranks": middle,
+        f"middle of an epoch of {sizes[-1]} samples, 8 ranks": in_child(first_index, KINDS[1], sizes[-1], 8, 0.5),
         "loader": in_child(loader_path, rounds),
     }
 
@@ -54,18 +55,18 @@ def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def sampler_of(kind, data, rank, ranks):
+def sampler_of(kind, data, rank, world_size):
     if kind == "DistributedSampler":
-        return DistributedSampler(data, ranks, rank, drop_last=True)
-    group.rank, group.world_size = lambda: rank, lambda: ranks
-    return ResumableSampler(len(data), argparse.Namespace(batch_size=BATCH, accum=1, seed=0, shuffle=kind))
+        return DistributedSampler(data, world_size, rank, drop_last=True)
+    ranks.rank, ranks.world_size = lambda: rank, lambda: world_size
+    return ResumableSampler(data, Options(__doc__).parse_args(["--batch-size", str(BATCH)]))
 
 
-def first_index(kind, size, ranks, part=0.0):
+def first_index(kind, size, world_size, part=0.0):
     """Seconds to the first index of an epoch, or of the part of it that is left, peak MiB, µs of each index then."""
     torch.set_num_threads(1)
-    next(iter(sampler_of(kind, range(2 * BATCH), 0, ranks)))  # what is loaded once is not the sampler's
-    sampler = sampler_of(kind, range(size), 0, ranks)
+    next(iter(sampler_of(kind, range(2 * BATCH), 0, world_size)))  # what is loaded once is not the sampler's
+    sampler = sampler_of(kind, range(size), 0, world_size)
     if part:
         sampler.set_epoch(0, int(part * sampler.steps))
     before = memory("VmRSS")
@@ -87,7 +88,7 @@ def loader_path(rounds):
     data = job.load_data()[0]
     endless = torch.utils.data.ConcatDataset([data] * 2000)
     loaders = {}
-    for kind in ("DistributedSampler", "randperm", "keyed"):
+    for kind in KINDS:
         loaders[kind] = iter(DataLoader(endless, 96, sampler=sampler_of(kind, endless, 0, 1)))
         next(loaders[kind])
     times = {kind: [] for kind in loaders}

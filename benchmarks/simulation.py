@@ -3,7 +3,6 @@
 The fake group takes every collective as done, so that one process runs what one rank of many would compute.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -13,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader
 
 from benchmarks.models import OTHERS
 from benchmarks.sampler import in_child
 from benchmarks.workers import run_ranks
-from common import group, job
-from common.run import EachSecond, ResumableSampler, Run
+from common import job, ranks
+from common.data import ResumableSampler, train_loader
+from common.options import Options
+from common.run import EachSecond, Run
 
 WORLD_SIZES = (1, 1024, 16_384)
 
@@ -29,7 +29,7 @@ LINKS = {"100 Gbit/s": (12.5e9, 10e-6), "400 Gbit/s": (50e9, 5e-6), "NVLink, 450
 
 def measure(sizes=WORLD_SIZES):
     found = {
-        "coverage": [in_child(coverage, size, kind) for size in sizes for kind in ("randperm", "keyed")],
+        "coverage": [in_child(coverage, size) for size in sizes],
         "per rank": {f"{size} ranks": in_child(one_rank, size) for size in sizes},
         "all-reduce": all_reduce_model(),
     }
@@ -37,22 +37,21 @@ def measure(sizes=WORLD_SIZES):
     return found
 
 
-def coverage(world_size, kind):
+def coverage(world_size):
     """How often each sample is in the ranks' shares of an epoch of a few steps and a rest."""
     size, batch = 5 * 4 * world_size + 77, 4 * world_size
-    args = argparse.Namespace(batch_size=batch, accum=1, seed=1, shuffle=kind)
-    group.world_size = lambda: world_size
+    args = Options(__doc__).parse_args(["--batch-size", str(batch), "--seed", "1"])
+    ranks.world_size = lambda: world_size
     counts, seconds = torch.zeros(size, dtype=torch.int64), []
     for rank in range(world_size):
-        group.rank = lambda rank=rank: rank
+        ranks.rank = lambda rank=rank: rank
         start = time.perf_counter()
-        share = list(ResumableSampler(size, args))
+        share = list(ResumableSampler(range(size), args))
         seconds.append(time.perf_counter() - start)
         counts += torch.bincount(torch.tensor(share), minlength=size)
     steps = size // batch
     return {
         "ranks": world_size,
-        "shuffle": kind,
         "samples": size,
         "seen once": int((counts == 1).sum()),
         "seen more than once": int((counts > 1).sum()),
@@ -67,8 +66,8 @@ def one_rank(world_size):
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     warnings.simplefilter("ignore")
-    group.check_same = lambda what, value: None  # the others have no values
-    model = DDP(OTHERS["wide"](), bucket_cap_mb=5)
+    model = OTHERS["wide"]()
+    ddp = DDP(model, bucket_cap_mb=5)
     messages = []
 
     def count(state, bucket):
@@ -78,26 +77,24 @@ def one_rank(world_size):
         done.set_result(bucket.buffer())
         return done
 
-    model.register_comm_hook(None, count)
-    args = argparse.Namespace(
-        **dict(batch_size=8 * world_size, accum=1, seed=0, shuffle="randperm", snapshot=None, epochs=1, steps=None),
-        **dict(device="cpu", precision="fp32", clip=None, log_every=1, metrics=None, tensorboard=None, save_every=None),
-    )
-    data = job.load_data()[0]
-    sampler = ResumableSampler(200 * args.batch_size, args)
-    loader = DataLoader(Repeated(data, sampler.size), sampler.micro_batch, sampler=sampler)
-    device = torch.device("cpu")
-    run = Run(args, model, torch.optim.SGD(model.parameters(), lr=0.01), sampler, device)
-    run.train_loader = loader  # the others have no length to compare
-    run.epochs().__next__()
-    times = []
-    for micro_batches in itertools.islice(run.steps(loader), 150):
-        start = time.perf_counter()
-        run.optimizer.zero_grad()
-        for inputs, labels in micro_batches:
-            run.backward(job.loss(model(inputs), labels))
-        run.step()
-        times.append(time.perf_counter() - start)
+    ddp.register_comm_hook(None, count)
+    words = {"--batch-size": 8 * world_size, "--epochs": 1, "--steps": 150, "--lr": 0.01, "--device": "cpu"}
+    args = Options(__doc__).parse_args([str(word) for option in words.items() for word in option])
+    device, data = torch.device(args.device), job.load_data()[0]
+    loader = train_loader(Repeated(data, 200 * args.batch_size), args, device, job.collate)
+    optimizer, schedule = job.make_optimizer(model, args, loader.sampler.total_steps)
+    run = Run(args, loader, ddp, model=model, optimizer=optimizer, schedule=schedule)
+    times, start = [], time.perf_counter()
+    for inputs, labels in run.batches():
+        loss = job.loss(ddp(inputs), labels)
+        loss.backward()
+        run.record(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        now = time.perf_counter()
+        times.append(now - start)
+        start = now
     per_step = len(messages) / len(times)
     every_second = EachSecond(device)
 
@@ -110,8 +107,8 @@ def one_rank(world_size):
         "messages per step": round(per_step, 2),
         "MB per step": round(sum(messages) / len(times) / 1e6, 3),
         "exchange of each second, ms": milliseconds(exchange),
-        "row of numbers from all, ms": milliseconds(lambda: group.gather([1.0, 2.0], device)),
-        "comparison of weights at the end, ms": milliseconds(lambda: group.check_same_weights(model, device)),
+        "row of numbers from all, ms": milliseconds(lambda: ranks.gather([1.0, 2.0], device)),
+        "comparison of weights at the end, ms": milliseconds(lambda: ranks.check_same_weights(model, device)),
     }
 
 
@@ -135,27 +132,27 @@ def milliseconds(function):
     return round(1000 * statistics.median(times), 3)
 
 
-def ring(numbers, ranks, bandwidth, latency):
+def ring(numbers, world_size, bandwidth, latency):
     """Seconds of a ring all-reduce: each rank sends 2 (ranks - 1) times a share of the bytes, one after the other."""
-    return 2 * (ranks - 1) * (numbers / ranks / bandwidth + latency)
+    return 2 * (world_size - 1) * (numbers / world_size / bandwidth + latency)
 
 
 def all_reduce_model():
     """Bandwidth and latency from two processes here, and what they predict for three and four, against the measured."""
     sizes = [2**power for power in range(10, 25, 2)]  # bytes
     measured = {
-        ranks: dict(zip(sizes, run_ranks("benchmarks.simulation", "all_reduces", *sizes, ranks=ranks), strict=True))
-        for ranks in (2, 3, 4)
+        count: dict(zip(sizes, run_ranks("benchmarks.simulation", "all_reduces", *sizes, ranks=count), strict=True))
+        for count in (2, 3, 4)
     }
     latency = measured[2][sizes[0]] / 2
     bandwidth = sizes[-1] / (measured[2][sizes[-1]] - 2 * latency)
     rows = []
-    for ranks, times in measured.items():
+    for count, times in measured.items():
         for size, seconds in times.items():
-            predicted = ring(size, ranks, bandwidth, latency)
+            predicted = ring(size, count, bandwidth, latency)
             rows.append(
                 {
-                    "ranks": ranks,
+                    "ranks": count,
                     "bytes": size,
                     "measured, ms": round(1000 * seconds, 3),
                     "predicted, ms": round(1000 * predicted, 3),
@@ -180,15 +177,15 @@ def all_reduces(*sizes):
 def predict(parameters=10**9, seconds=0.3):
     """Share of a step that computes, where the all-reduce of fp32 gradients hides behind two thirds of it, backward."""
     rows = []
-    for (link, (bandwidth, latency)), ranks in itertools.product(LINKS.items(), (8, 64, 1024, 16_384)):
-        communicates = ring(4 * parameters, ranks, bandwidth, latency)
+    for (link, (bandwidth, latency)), count in itertools.product(LINKS.items(), (8, 64, 1024, 16_384)):
+        communicates = ring(4 * parameters, count, bandwidth, latency)
         step = seconds / 3 + max(2 / 3 * seconds, communicates)
         rows.append(
             {
                 "link": link,
-                "ranks": ranks,
+                "ranks": count,
                 "all-reduce, ms": round(1000 * communicates, 1),
-                "of which latency, ms": round(2000 * (ranks - 1) * latency, 1),
+                "of which latency, ms": round(2000 * (count - 1) * latency, 1),
                 "efficiency": round(seconds / step, 3),
             }
         )

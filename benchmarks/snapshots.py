@@ -1,6 +1,5 @@
 """How long a step stands still for a snapshot, against `torch.save` and fsync alone, and the memory at its peak."""
 
-import argparse
 import os
 import shutil
 import statistics
@@ -13,6 +12,7 @@ from torch import nn
 
 from benchmarks.models import ConvModel
 from benchmarks.sampler import in_child, memory, reset_peak
+from common.options import Options
 from common.snapshot import Snapshots
 
 
@@ -30,8 +30,8 @@ def compare(size, runs):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     directory = Path(tempfile.mkdtemp(prefix="bench-"))
-    args = argparse.Namespace(snapshot=directory / "run.pt", seed=0, batch_size=1, lr=0.1, shuffle="randperm")
-    snapshots = Snapshots(args, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), 1)
+    args = Options(__doc__).parse_args(["--snapshot", str(directory / "run.pt")])
+    snapshots = Snapshots(args, {"model": model, "optimizer": optimizer}, model, 1)
     conv = ConvModel()
     images = torch.rand(48, 64)
 

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from common import job, ranks
+from common import ranks
 from common.errors import UserError, die_with_parent
 
 
@@ -125,14 +125,14 @@ class RandomBySample(Dataset):
                 numpy.random.set_state(array)
 
 
-def train_loader(dataset, args, device):
+def train_loader(dataset, args, device, collate=None):
     """A DataLoader of this rank's micro-batches. Raises `UserError` like `ResumableSampler`."""
     if any(isinstance(one, RandomBySample) for one in inside(dataset)):
         raise UserError(f"RandomBySample lies inside a {type(dataset).__name__}: make it the outermost wrapper")
     if isinstance(dataset, RandomBySample):
         dataset.seed = args.seed
     sampler = ResumableSampler(dataset, args)
-    return DataLoader(dataset, sampler.micro_batch, sampler=sampler, **loader_options(args, device))
+    return DataLoader(dataset, sampler.micro_batch, sampler=sampler, **loader_options(args, device, collate))
 
 
 def inside(dataset):
@@ -143,15 +143,15 @@ def inside(dataset):
             yield from inside(one)
 
 
-def test_loader(dataset, args, device):
+def test_loader(dataset, args, device, collate=None):
     """A DataLoader over each sample once in all, in batches of the size of the micro-batches."""
     shares = Shares(len(dataset), args.batch_size // (ranks.world_size() * args.accum))
-    return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device))
+    return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device, collate))
 
 
-def loader_options(args, device):
+def loader_options(args, device, collate):
     return dict(
-        collate_fn=getattr(job, "collate", None),
+        collate_fn=collate,
         num_workers=args.workers,
         pin_memory=device.type != "cpu",
         persistent_workers=args.workers > 0,

@@ -99,7 +99,7 @@ class Run:
         self.loss = self.lr = self.step_loss = self.saved = self.scales = None  # saved: where the newest snapshot is
         self.losses, self.scores, self.test_loaders, self.bad_loss = [], {}, {}, (0, 0.0)
         self.step_due = self.rehearsing = self.in_batches = self.broken = self.ended = False
-        self.gradients_checked = self.schedules_checked = False
+        self.gradients_checked = self.names_checked = False
         self.doing, process.where = "the start", self._where
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         snapshot.seed(args.seed)
@@ -112,13 +112,14 @@ class Run:
         self.in_training, self.in_evaluation = EachSecond(self.device), EachSecond(self.device)
         self.output = Log(args)
         ranks.from_rank(0, self.output.open)  # last, since it writes
+        process.at_end.callback(self._drop_loaders)
 
     def _resume(self, position):
         if not position:
             return
-        self.saved = position["step_count"], position["ended"]
+        self.saved = position["epoch"], position["step"], position["ended"]
         self.epoch, self.step, self.ended = position["epoch"], position["step"], position["ended"]
-        self.step_count, self.loss_sum = position["step_count"], position["loss_sum"]
+        self.step_count, self.loss_sum, self.lr = position["step_count"], position["loss_sum"], position["lr"]
         self.rehearsal_due = any(isinstance(one, DDP) for one in self.wrapped.modules()) and ranks.world_size() > 2
         at = f"{self.args.snapshot} after {self._at()}"
         if self._left() or self._epochs_left():
@@ -240,7 +241,7 @@ class Run:
     # ------------------------------------------------------------------------------------------- steps
 
     def _before_step(self):
-        self.stepped, self.lr = 0, self.optimizers[0].param_groups[0]["lr"] if self.optimizers else math.nan
+        self.stepped, self.lr = 0, self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         # What the scale is now, without waiting for it: a step that fp16 skips changes it.
         self.scales = [scaler.scale(torch.ones((), device=self.device)) for scaler in self.scalers]
 
@@ -326,7 +327,7 @@ class Run:
         if self.snapshots:
             self._save()
         self._sum_losses()
-        self.loss = self.loss_sum / self.step if self.step else math.nan
+        self.loss = self.loss_sum / self.step if self.step else None
 
     def _check_gradients(self):
         """Tell which parameters no gradient reaches. Raises `UserError` where DDP would wait for it."""
@@ -386,28 +387,31 @@ class Run:
 
     def _save(self):
         position = {"epoch": self.epoch, "step": self.step, "step_count": self.step_count, "ended": self.ended}
-        if self.saved != (self.step_count, self.ended):
-            if not self.schedules_checked:
-                self._check_schedules()
+        if self.saved != (self.epoch, self.step, self.ended):
+            if not self.names_checked:
+                self._check_names()
             self._sum_losses()
-            self.snapshots.save(position | {"loss_sum": self.loss_sum})
-            self.saved = self.step_count, self.ended
+            rate = None if self.lr is None else float(self.lr)
+            self.snapshots.save(position | {"loss_sum": self.loss_sum, "lr": rate})
+            self.saved = self.epoch, self.step, self.ended
 
-    def _check_schedules(self):
-        """Raise `UserError` where a schedule of a named optimizer is not named: it would start anew after a resume."""
-        self.schedules_checked = True
-        named, unseen = set(), [one for one in self.named.values() if isinstance(one, LRScheduler)]
+    def _check_names(self):
+        """Raise `UserError` where an optimizer of the model, or its schedule, is not named."""
+        self.names_checked = True
+        weights = set(map(id, self.wrapped.parameters()))
+        named, unseen = set(), [one for one in self.named.values() if isinstance(one, (LRScheduler, Optimizer))]
         while unseen:  # SequentialLR and ChainedScheduler hold others
             one = unseen.pop()
             named.add(id(one))
             unseen += [inner for inner in getattr(one, "_schedulers", []) if id(inner) not in named]
         for one in gc.get_objects():
-            if not issubclass(type(one), LRScheduler) or id(one) in named:
+            if not issubclass(type(one), (LRScheduler, Optimizer)) or id(one) in named:
                 continue
-            if any(getattr(one, "optimizer", None) is optimizer for optimizer in self.optimizers):
+            optimizer = one if isinstance(one, Optimizer) else getattr(one, "optimizer", None)
+            if optimizer and any(id(value) in weights for group in optimizer.param_groups for value in group["params"]):
                 raise UserError(
                     f"the script has a {type(one).__name__} that is not named in Run, so that a snapshot would lose "
-                    "it: write Run(…, schedule=schedule)"
+                    "it: write Run(…, name=it)"
                 )
 
     def _save_failed(self):
@@ -438,7 +442,7 @@ class Run:
         self.doing = f"the evaluation after {self._at() if self.in_batches else f'epoch {self.epoch + 1}'}"
         if name not in self.test_loaders or self.test_loaders[name].dataset is not data:
             check_set(f"{name} set", data)
-            self.test_loaders[name] = test_loader(data, self.args, self.device)
+            self.test_loaders[name] = test_loader(data, self.args, self.device, self.loader.collate_fn)
         loader, sums, mine = self.test_loaders[name], {}, {}
         ranks.share_buffers(self.model)
         modes = [(module, module.training) for module in self.model.modules()]
@@ -461,19 +465,20 @@ class Run:
                 sums[key] = sums.get(key, 0) + value
         self.scores, self.evaluated = {key: value / len(data) for key, value in sums.items()}, name
         self.doing = doing if self.in_batches else f"the end of epoch {self.epoch + 1}"
-        words = ", ".join([f"{name} {key} {value:.4g}" for key, value in self.scores.items()])
+        words = [f"{name} {key} {value:.4g}" for key, value in self.scores.items()]
         step = self.step_count + bool(self.step_due and self.stepped)  # the step is counted when the loop goes on
         if self.in_batches:
             self.began += time.perf_counter() - began
-            ranks.say(f"step {step}: {words}")
+            ranks.say(f"step {step}: {', '.join(words)}")
         else:
-            ranks.say(f"epoch {self.epoch + 1}/{self.args.epochs}: {self._training()}, {words}")
+            ranks.say(f"epoch {self.epoch + 1}/{self.args.epochs}: {', '.join([*self._training(), *words])}")
         self.output.write("eval", self.scores, epoch=self.epoch + 1, step=step, set=name, total=len(data))
         return self.scores
 
     def _training(self):
-        loss = math.nan if self.loss is None else self.loss
-        return f"loss {loss:.4f}" + (f", lr {float(self.lr):.4g}" if self.lr is not None else "")
+        """The epoch's loss and the last learning rate in words, as far as there are."""
+        loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
+        return loss if self.lr is None else [*loss, f"lr {float(self.lr):.4g}"]
 
     def log(self, **values):
         """Log what the user measures, numbers or scalar tensors of rank 0, every --log-every steps."""
@@ -481,22 +486,24 @@ class Run:
         if self.output.wanted and not self.rehearsing and not (self.in_batches and step % self.args.log_every):
             self.output.write("log", values, epoch=self.epoch + 1, step=step)
 
+    def _drop_loaders(self):
+        """Let loader workers end in order: collected in a cycle, they would not be told, and waited for."""
+        self.loader, self.test_loaders = None, {}
+
     def _finish(self):
         self.doing = "the end"
         if self.snapshots:
             self.snapshots.finish()
         ranks.check_same_weights(self.model, self.device)
         speed = self.samples / self.seconds if self.seconds else 0.0
-        scores = "".join(f"{self.evaluated} {key} {value:.4g}, " for key, value in self.scores.items())
+        steps = f"{self.epoch + 1} epochs, {self.step_count} steps"
+        scores = [f"{self.evaluated} {key} {value:.4g}" for key, value in self.scores.items()]
         device, memory = torch.get_device_module(self.device), ""
         if self.device.type != "cpu" and hasattr(device, "max_memory_allocated"):
             peaks = [device.max_memory_allocated(one) / 2**20 for one in snapshot.devices(self.wrapped)]
             peaks = ranks.gather(peaks, self.device).flatten().tolist()
             memory = f", peak memory per device {min(peaks):.0f} to {max(peaks):.0f} MiB"
-        ranks.say(
-            f"done: {self.epoch + 1} epochs, {self.step_count} steps, {self._training()}, {scores}"
-            f"{speed:.0f} samples/s{memory}"
-        )
+        ranks.say(f"done: {', '.join([steps, *self._training(), *scores])}, {speed:.0f} samples/s{memory}")
         end = {"step": self.step_count, "loss": self.loss, "samples_per_s": speed, "world_size": ranks.world_size()}
         self.output.write("end", self.scores, **end, weights_sha256=weights_sha256(self.model))
 

@@ -194,7 +194,7 @@ class Snapshots:
         saved = state["run"]["settings"]
         for name in [*self.settings, *saved]:
             there, here = (settings.get(name, "absent") for settings in (saved, self.settings))
-            if str(there) != str(here):
+            if there != here and str(there) != str(here):  # nan is not nan, and 0 is 0.0
                 return f"is of a run with {name} {there}, this run has {here}"
         for title, one in self.named.items():
             saved, mine = (state[title], one.state_dict()) if isinstance(one, nn.Module) else ({}, {})
@@ -358,10 +358,11 @@ def hyperparameters(named):
     """{words: plain value} of what the script gave optimizers and schedules, which loading would override."""
     found = {}
     for name, one in named.items():
+        if isinstance(one, (LRScheduler, Optimizer)):
+            found[f"{name}'s class"] = type(one).__name__
         if isinstance(one, LRScheduler):
             found |= {f"{name}'s {key}": plain(value) for key, value in one.state_dict().items() if key != "_last_lr"}
         if isinstance(one, Optimizer):
-            found[f"{name}'s class"] = type(one).__name__
             for number, group in enumerate(one.param_groups):
                 rate = "lr" if "initial_lr" not in group else "initial_lr"  # the schedule has changed lr
                 for key, value in group.items():

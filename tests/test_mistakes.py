@@ -18,13 +18,13 @@ IN_EVERY_SCRIPT = {
     "--batch-size 1440": "--batch-size 1440 is more than the 1438 samples",
     "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: No such file or directory",
     "--metrics data": "--metrics data: Is a directory",
-    "--metrics README.md": "--metrics README.md: there is a file of another kind, which is left as it is",
+    "--metrics README.md": "--metrics README.md: there is a file of another kind, which",
     "--metrics x --snapshot ./x": "give each its own path",
     "--metrics x.prev --snapshot x": "give each its own path",
-    "--snapshot data": "--snapshot data: Is a directory",
-    "--snapshot README.md/x": "--snapshot README.md/x: Not a directory",
-    "--tensorboard README.md": "--tensorboard README.md: Not a directory",
-    "--timeout 0.5": "argument --timeout: '0.5' is not from 1 to 1e6",
+    "--snapshot data": "--snapshot data is a directory, a link or a device: give the path of a file",
+    "--snapshot README.md/x": "--snapshot README.md/x: cannot write there: Not a directory",
+    "--tensorboard README.md": "--tensorboard README.md: FileExistsError: ",
+    "--timeout 0.5": "argument --timeout: '0.5' is not a number from 1 to 1e+06",
     "--threads 9999": "argument --threads: '9999' is not a whole number of at least 1 and at most 1024",
     "--seed 1e3": "argument --seed: ",
     "--epochs 99999999999999999999": "argument --epochs: ",
@@ -151,10 +151,11 @@ def test_environment(kit, script, env, expected):
     check(kit, ["python", script], expected, env)
 
 
-def test_loader_without_the_sampler(kit):
-    kit.edit(
-        "ddp_spawn.py", "sampler.micro_batch, sampler=sampler,", "sampler.micro_batch + 4 * rank, sampler=sampler,"
-    )
+@pytest.mark.parametrize("options", ["48, shuffle=True", "48 + 4 * rank, sampler=loader.sampler"])
+def test_loader_of_ones_own(kit, options):
+    """On the sampler or not, on one rank or all."""
+    loader = f"    loader = torch.utils.data.DataLoader(train_set, {options})\n"
+    kit.edit("ddp_spawn.py", "    # 4. Training: ", f"{loader}    # 4. Training: ")
     result = kit.run("python", "ddp_spawn.py")
-    assert result.status == 2
-    assert result.errors == ["error: the ranks' loaders have [14, 13] batches, not 14 each: build them on the sampler"]
+    assert result.status == 2 and len(result.err.splitlines()) == 1, result
+    assert result.errors[0].startswith("error: Run: the loader is not train_loader's, "), result

@@ -21,22 +21,27 @@ def train(rank, world_size, init_method="env://"):
     train_set, test_set = job.load_data()
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, job.BATCH // world_size, sampler=sampler, drop_last=True)
-    test_loader = DataLoader(test_set, job.BATCH, sampler=DistributedSampler(test_set, shuffle=False))
+    test_loader = DataLoader(test_set, job.BATCH // world_size, sampler=DistributedSampler(test_set, shuffle=False))
     model = DDP(job.ToyModel(), gradient_as_bucket_view=True)  # as in the kit
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9)
+    optimizer, schedule = job.make_optimizer(model)
     for epoch in range(job.EPOCHS):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:
             optimizer.zero_grad()
             job.loss(model(inputs), labels).backward()
             optimizer.step()
+            schedule.step()
+        model.eval()
         with torch.no_grad():
-            counts = torch.zeros(2, dtype=torch.int64)
+            sums = torch.zeros(3)
             for inputs, labels in test_loader:
-                counts += torch.stack([job.score(model.module(inputs), labels), torch.tensor(len(labels))])
-        dist.all_reduce(counts)
+                scores = job.score(model.module(inputs), labels)
+                sums += torch.stack([scores["accuracy"], scores["loss"], torch.tensor(len(labels))])
+        model.train()
+        dist.all_reduce(sums)
         if rank == 0:
-            print(f"epoch {epoch}: accuracy {counts[0] / counts[1]:.2%}", flush=True)
+            accuracy, loss = sums[:2] / sums[2]
+            print(f"epoch {epoch}: accuracy {accuracy:.2%}, loss {loss:.4f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -15,8 +15,8 @@ from common import job
 
 
 class Trainer:
-    def __init__(self, model, loader, optimizer):
-        self.rank, self.loader, self.optimizer = int(os.environ["RANK"]), loader, optimizer
+    def __init__(self, model, loader, optimizer, schedule):
+        self.rank, self.loader, self.optimizer, self.schedule = int(os.environ["RANK"]), loader, optimizer, schedule
         self.model = DDP(model)
 
     def batch(self, inputs, labels):
@@ -24,6 +24,7 @@ class Trainer:
         loss = job.loss(self.model(inputs), labels)
         loss.backward()
         self.optimizer.step()
+        self.schedule.step()
 
     def epoch(self, epoch):
         size = len(next(iter(self.loader))[0])
@@ -40,7 +41,7 @@ def main():
     batch = job.BATCH // dist.get_world_size()
     loader = DataLoader(train_set, batch, pin_memory=False, shuffle=False, sampler=DistributedSampler(train_set))
     model = job.ToyModel()
-    trainer = Trainer(model, loader, torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9))
+    trainer = Trainer(model, loader, *job.make_optimizer(model))
     for epoch in range(job.EPOCHS):
         trainer.epoch(epoch)
     dist.destroy_process_group()

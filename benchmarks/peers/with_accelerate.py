@@ -13,7 +13,8 @@ def main():
     train_set, _ = job.load_data()
     loader = DataLoader(train_set, job.BATCH // accelerator.num_processes, shuffle=True, drop_last=True)
     model = job.ToyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9)
+    optimizer, schedule = job.make_optimizer(model)
+    # Not the schedule: a prepared one takes as many steps at a time as there are processes.
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(job.EPOCHS):
         for inputs, labels in loader:
@@ -21,6 +22,7 @@ def main():
             loss = job.loss(model(inputs), labels)
             accelerator.backward(loss)
             optimizer.step()
+            schedule.step()
     accelerator.end_training()
 
 

@@ -16,7 +16,7 @@ def main():
     train_set, _ = job.load_data()
     loader = DataLoader(train_set, job.BATCH // fabric.world_size, shuffle=True, drop_last=True)
     model = job.ToyModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.LR, momentum=0.9)
+    optimizer, schedule = job.make_optimizer(model)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
     for _ in range(job.EPOCHS):
@@ -25,6 +25,7 @@ def main():
             loss = job.loss(model(inputs), labels)
             fabric.backward(loss)
             optimizer.step()
+            schedule.step()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""The toy job in DDP by hand: nested loops, nothing of `common` but the job. The flat loop steps as it does, bit for bit.
+
+torchrun --nproc_per_node=2 nested_ddp.py WEIGHTS ACCUM CLIP PRECISION
+"""
+
+import contextlib
+import hashlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common import job
+
+EPOCHS, BATCH = 3, 96
+
+
+class Options:
+    lr = 0.2
+
+
+def main():
+    digest_file, accum, clip, precision = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    train_set, _ = job.load_data()
+    sampler = DistributedSampler(train_set, drop_last=True, seed=0)
+    loader = DataLoader(train_set, BATCH // dist.get_world_size() // accum, sampler=sampler)
+    model = job.ToyModel()
+    ddp = DDP(model, gradient_as_bucket_view=True)
+    optimizer, schedule = job.make_optimizer(model, Options, 42)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        batches = iter(loader)
+        for _ in range(len(train_set) // BATCH):
+            for left in reversed(range(accum)):
+                inputs, labels = next(batches)
+                with ddp.no_sync() if left else contextlib.nullcontext():
+                    with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+                        loss = job.loss(ddp(inputs), labels)
+                    scaler.scale(loss / accum).backward()
+            scaler.unscale_(optimizer)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        with open(digest_file, "w") as file:  # noqa: PTH123 - as plain as can be
+            file.write(digest.hexdigest())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
