@@ -16,7 +16,7 @@ from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
 from common.group import join
-from common.launch import refuse_launcher, spawned, spawning, wait_for_ranks
+from common.launch import spawned, spawning, wait_for_ranks
 from common.options import Options
 from common.run import Run
 
@@ -64,7 +64,6 @@ def train(rank, args, directory):
 
 @entry
 def main(argv=None):
-    refuse_launcher("ddp_spawn.py")
     args = Options(__doc__, ddp=True, nprocs=True).parse_args(argv)
     with spawning(args) as directory:
         context = mp.spawn(train, (args, directory), args.nprocs, join=False)

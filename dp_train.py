@@ -15,9 +15,7 @@ from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import UserError, entry
 from common.group import prepare
-from common.launch import refuse_launcher
 from common.options import Options
-from common.ranks import say
 from common.run import Run
 
 
@@ -51,7 +49,6 @@ def choose_devices(args):
 @entry
 def main(argv=None):
     # 1. No process group: this process drives all devices.
-    refuse_launcher("dp_train.py")
     parser = Options(__doc__)
     parser.add_argument("--device-ids", metavar="I,J,…", help="devices to use; default: all")
     parser.add_argument("--output-device", type=int, metavar="I", help="device of the outputs; default: the first")
@@ -68,10 +65,10 @@ def main(argv=None):
     if len(device_ids) > 1:
         if args.compile:
             raise UserError("--compile: nn.DataParallel copies the model in every step; use DDP, or one GPU")
-        say(f"nn.DataParallel over {len(device_ids)} devices, {device_ids}; outputs on {device}")
+        print(f"nn.DataParallel over {len(device_ids)} devices, {device_ids}; outputs on {device}")
         parallel = DataParallel(model, device_ids, device)
     else:
-        say(f"on {device} alone nn.DataParallel is the plain model; DDP is the better choice on any devices")
+        print(f"on {device} alone nn.DataParallel is the plain model; DDP is the better choice on any devices")
         parallel = model
     if args.compile:
         parallel.compile()

@@ -19,8 +19,14 @@ from common.launch import Ranks, local_devices, resolve_backend, torchrun_comman
 from common.ranks import say, this_machine
 
 
-def prepare(args, device, ranks=Ranks()):  # noqa: B008  it is frozen
-    """Set this process's dtype, threads, current device and seed. Call it before the model is made."""
+def prepare(args, device, ranks=None):
+    """Set this process's dtype, threads, current device and seed. Call it before the model is made.
+
+    Raises `UserError` where a launcher started a script that needs one process, and so gives no `ranks`.
+    """
+    if ranks is None:
+        launch.refuse_launcher()
+        ranks = Ranks()
     process.local_rank = ranks.local_rank
     torch.set_default_dtype(torch.float64 if args.precision == "fp64" else torch.float32)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

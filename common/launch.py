@@ -95,9 +95,10 @@ def launcher():
     return None
 
 
-def refuse_launcher(script):
+def refuse_launcher():
     """Raise `UserError` where a launcher started a script that starts its own processes or needs just one."""
     if launcher():
+        script = Path(sys.argv[0]).name
         raise UserError(f"{script} was started by {launcher()}: start it by `python {script}`, or take ddp_torchrun.py")
 
 
@@ -239,6 +240,8 @@ def spawning(args, each=1):
     Raises `UserError` where there are more processes than devices, or torch lacks the backend.
     With a snapshot, the first SIGTERM or Ctrl-C is passed on to the ranks, who save and stop by themselves.
     """
+    if not hasattr(args, "init_method"):  # else the script has asked for a launcher's ranks
+        refuse_launcher()
     resolve_backend(args.backend, args.device)
     there = 0 if args.device == "cpu" else torch.accelerator.device_count()
     args.nprocs = args.nprocs or (2 if args.device == "cpu" else max(1, there // each))

@@ -222,8 +222,10 @@ class Run:
         """The ranks add their gradients up, and communicate with the last micro-batch of a step alone."""
         if hasattr(self.wrapped, "set_requires_gradient_sync"):  # FSDP2
             self.wrapped.set_requires_gradient_sync(False)
-            yield
-            self.wrapped.set_requires_gradient_sync(True)
+            try:
+                yield
+            finally:  # also after a break
+                self.wrapped.set_requires_gradient_sync(True)
         else:
             with getattr(self.wrapped, "no_sync", contextlib.nullcontext)():
                 yield
