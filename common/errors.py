@@ -74,6 +74,7 @@ def entry(main):
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             status = process.tell(error)
         finally:
+            met = process.watch is not None
             if not finished:
                 kill_workers()  # they may be in the midst of something, and would be waited for
             # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
@@ -81,10 +82,11 @@ def entry(main):
             # the last to release the group: it would wait for these threads while they wait for Python's lock.
             process.let_go()
             kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
+        if not met and status < 128:  # else a launcher that ends the ranks may signal this one once more
+            for number, handler in signals.items():  # a notebook goes on
+                signal.signal(number, handler)
         if status:
             sys.exit(status)
-        for number, handler in signals.items():  # a notebook goes on
-            signal.signal(number, handler)
 
     return wrapper
 

@@ -234,7 +234,7 @@ class Run:
         """Count a micro-batch with its loss, a scalar: the mean over it. It is read about once a second."""
         if self.rehearsing:
             return
-        loss = torch.as_tensor(loss).detach()
+        loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
         if loss.ndim:
             raise UserError(f"run.record: the loss has the shape {list(loss.shape)}, but must be a scalar, the mean")
         self.recorded += 1

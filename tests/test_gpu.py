@@ -63,7 +63,7 @@ def test_more_processes_than_gpus(kit, script):
 def test_two_gpus(kit, command, options):
     end, result = end_of(kit, command, *options.split())
     assert end["accuracy"] >= 0.97
-    memory = result.out.splitlines()[-1].partition("peak memory per device ")[2].removesuffix(" MiB").split(", ")
+    memory = result.out.splitlines()[-1].partition("peak memory per device ")[2].removesuffix(" MiB").split(" to ")
     assert len(memory) == 2 and all(float(mib) > 0 for mib in memory)
 
 

@@ -187,7 +187,7 @@ def test_simulated_machines_end_together(kit, number, status):
     """Also where a shell lets it ignore SIGINT, as for what it starts in the background."""
     ignoring = f"trap '' INT; exec {SCRIPT} --simulate 2 -- ddp_torchrun.py --epochs 100000 --metrics m"
     run = kit.start("bash", "-c", ignoring, env=ENV)
-    run.wait_for(lambda: kit.metrics("m"))
+    run.wait_for(lambda: kit.metrics("m", "step"))
     os.kill(run.pid, number)
     start = time.monotonic()
     result = run.result(60)
@@ -203,8 +203,8 @@ def test_sbatch(kit, slurm):
     job = ("--", "ddp_torchrun.py", "--epochs", "3", "--metrics", "m", "--snapshot")
     kit.edit(
         "ddp_torchrun.py",
-        "            run.step()\n",
-        "            __import__('time').sleep(0.05)\n            run.step()\n",
+        "            run.record(loss)\n",
+        "            __import__('time').sleep(0.05)\n            run.record(loss)\n",
     )
     twice = kit.run("sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", "twice.log", SCRIPT, env=env)
     assert twice.status == 2
@@ -262,7 +262,7 @@ def test_machine_that_dies(kit, machines):
     )
     first = kit.start(*net.on(0, *command[:2], "--node-rank=0", *command[2:]), env=ENV)
     second = kit.start(*net.on(1, *command[:2], "--node-rank=1", *command[2:]), env=ENV | {"MACHINE": "1"})
-    first.wait_for(lambda: kit.metrics("m"), timeout=90)
+    first.wait_for(lambda: kit.metrics("m", "step"), timeout=90)
     kill_machine(kit, 1)
     assert first.result(60).status == 1
     second.result(10)
@@ -312,7 +312,7 @@ def test_check(kit, machines):
 )
 def test_check_names_a_rank_that_is_missing(kit, machines, place, code, seconds):
     indent = place[: -len(place.lstrip())]
-    kit.edit("common/check.py", place, f"{indent}if ranks.rank == 3:\n{indent}    {code}\n{place}")
+    kit.edit("common/check.py", place, f"{indent}if place.rank == 3:\n{indent}    {code}\n{place}")
     start = time.monotonic()
     runs = start_all(kit, machines(2), *CHECK)
     first = runs[0].result(60)
@@ -355,8 +355,8 @@ def test_elastic(kit, machines, fault):
     """A machine goes and comes back; the other goes on alone meanwhile, and the weights are those of one process."""
     kit.edit(
         "ddp_torchrun.py",
-        "            run.step()\n",
-        "            __import__('time').sleep(0.1 * __import__('os').path.exists('slow'))\n            run.step()\n",
+        "            run.record(loss)\n",
+        "            __import__('time').sleep(0.1 * __import__('os').path.exists('slow'))\n            run.record(loss)\n",
     )
     options = ("--epochs", "60", "--precision", "fp64", "--save-every", "10", "--timeout", "10", "--snapshot")
     assert kit.run("python", "ddp_torchrun.py", *options, "alone.pt").status == 0
