@@ -38,8 +38,8 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on
-    this machine. group: the process group that was left.
+    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on this machine. group: the
+    process group that was left.
     """
 
     def __init__(self):
@@ -47,13 +47,19 @@ class Process:
         self.watch = self.group = None
         self.local_rank = 0
 
-    def let_go(self):
-        """Drop all of this, so that what it holds is freed."""
+    def let_go(self, finished):
+        """Drop all of this, and with it what a run holds."""
+        group = self.group
         self.at_end.pop_all()
-        group = self.group  # the last to go, see `entry`
         self.__init__()
+        if not finished:
+            kill_workers()  # they may be in the midst of something, and would be waited for
+        # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
+        # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
+        # the last to release the group: it would wait for these threads while they wait for Python's lock.
         gc.collect()
         del group
+        kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
 
 
 def entry(main):
@@ -75,13 +81,7 @@ def entry(main):
             status = process.tell(error)
         finally:
             met = process.watch is not None
-            if not finished:
-                kill_workers()  # they may be in the midst of something, and would be waited for
-            # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
-            # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
-            # the last to release the group: it would wait for these threads while they wait for Python's lock.
-            process.let_go()
-            kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
+            process.let_go(finished)
         if not met and status < 128:  # else a launcher that ends the ranks may signal this one once more
             for number, handler in signals.items():  # a notebook goes on
                 signal.signal(number, handler)

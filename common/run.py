@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -92,8 +93,9 @@ class Run:
         self.device = torch.device(args.device, index)
         self.optimizers = [one for one in self.named.values() if isinstance(one, Optimizer)]
         self.scalers = [one for one in named.values() if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
+        count = weakref.WeakMethod(self._count_step)  # no cycle: loader workers end in order as soon as this is let go
         for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(self._count_step)
+            optimizer.register_step_post_hook(lambda *args: count()(*args))
         self.epoch = self.step = self.step_count = self.samples = self.stepped = self.recorded = 0  # step: in the epoch
         self.seconds = self.loss_sum = self.loss_share = self.began = 0.0
         self.loss = self.lr = self.step_loss = self.saved = self.scales = None  # saved: where the newest snapshot is
@@ -112,7 +114,6 @@ class Run:
         self.in_training, self.in_evaluation = EachSecond(self.device), EachSecond(self.device)
         self.output = Log(args)
         ranks.from_rank(0, self.output.open)  # last, since it writes
-        process.at_end.callback(self._drop_loaders)
 
     def _resume(self, position):
         if not position:
@@ -368,7 +369,7 @@ class Run:
         step = found[:, 0][found[:, 0] > 0].min()
         where = (found[:, 0] == step).nonzero().flatten().tolist()
         names = process.watch.names(where) if process.watch else "this process"
-        rate = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else math.nan
+        rate = math.nan if self.lr is None else float(self.lr)
         saved = f"; {self.args.snapshot} is of a step before" if self.saved is not None else ""
         raise RunError(
             f"the loss of {names} is {found[where[0], 1]} in step {step - self.step_count + self.step:.0f}/"
@@ -487,10 +488,6 @@ class Run:
         step = self.step_count + bool(self.step_due)
         if self.output.wanted and not self.rehearsing and not (self.in_batches and step % self.args.log_every):
             self.output.write("log", values, epoch=self.epoch + 1, step=step)
-
-    def _drop_loaders(self):
-        """Let loader workers end in order: collected in a cycle, they would not be told, and waited for."""
-        self.loader, self.test_loaders = None, {}
 
     def _finish(self):
         self.doing = "the end"

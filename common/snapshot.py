@@ -366,9 +366,7 @@ def hyperparameters(named):
             for number, group in enumerate(one.param_groups):
                 rate = "lr" if "initial_lr" not in group else "initial_lr"  # the schedule has changed lr
                 for key, value in group.items():
-                    if key == "params":
-                        value = len(value)
-                    elif key in ("foreach", "fused", "capturable", "param_names") or (key == "lr" and rate != "lr"):
+                    if key in ("params", "foreach", "fused", "capturable", "param_names") or key == "lr" != rate:
                         continue
                     of_group = f" of group {number}" if len(one.param_groups) > 1 else ""
                     found[f"{name}'s {key}{of_group}"] = plain(value)
