@@ -142,6 +142,7 @@ def test_ema_second_optimizer_best_value_and_generator(kit, command):
     assert not same(saved["ema"]["module.net2.bias"], saved["model"]["net2.bias"])
 
 
+@slow
 def test_dataset_with_a_generator_of_its_own(kit):
     """Named, it is repeated after a resume; each rank draws from its own."""
     kit.edit("common/job.py", SETS, SETS.replace("return TensorDataset", "return Noisy", 1))
@@ -201,9 +202,9 @@ def test_what_is_not_named_is_refused(kit, command, name):
     "value, where",
     [
         ("{'x': numpy.float32(1)}", "best → x lies a numpy.float32"),
-        ("{'x': [1, pathlib.Path('a')]}", "best → x → 1 lies a pathlib.PosixPath"),
-        ("{pathlib.Path('a'): 1}", "best → PosixPath('a') lies a pathlib.PosixPath"),
-        ("{'x': Level.HIGH}", "best → x lies a common.job.Level"),
+        pytest.param("{'x': [1, pathlib.Path('a')]}", "best → x → 1 lies a pathlib.PosixPath", marks=slow),
+        pytest.param("{pathlib.Path('a'): 1}", "best → PosixPath('a') lies a pathlib.PosixPath", marks=slow),
+        pytest.param("{'x': Level.HIGH}", "best → x lies a common.job.Level", marks=slow),
     ],
 )
 def test_what_could_not_be_read_again_is_refused(kit, value, where):
@@ -222,6 +223,7 @@ def test_what_could_not_be_read_again_is_refused(kit, value, where):
     assert saved["step_count"] == 14, "the snapshot before is untouched"
 
 
+@slow
 def test_models_as_torch_has_them(kit):
     """A tied and a complex parameter, an extra state, a buffer that is not persistent."""
     kit.edit(
@@ -338,15 +340,15 @@ def test_sets_that_are_none(kit, sets, words):
 @pytest.mark.parametrize(
     "old, new, words",
     [
-        (STEP, "", "no optimizer stepped in step 1/14 of epoch 1 on rank "),
+        pytest.param(STEP, "", "no optimizer stepped in step 1/14 of epoch 1 on rank ", marks=slow),
         (
             STEP,
             f"                if rank == 0 or run.step_count != 20:\n    {STEP}",
             "no optimizer stepped in step 7/14 of epoch 2 on rank 1: ",
         ),
         (RECORD, "", "run.record(loss) was called 0 times for 1 micro-batches of step 1/14 of epoch 1"),
-        ("            if run.step_due:", "            if True:", "stepped on rank "),
-        (RECORD, "            run.record(loss.repeat(2))\n", "run.record: the loss has the shape [2]"),
+        pytest.param("            if run.step_due:", "            if True:", "stepped on rank ", marks=slow),
+        pytest.param(RECORD, "            run.record(loss.repeat(2))\n", "the loss has the shape [2]", marks=slow),
     ],
     ids=["no step", "no step on one rank", "no record", "too many steps", "no scalar"],
 )
@@ -355,6 +357,7 @@ def test_steps_that_are_none(kit, old, new, words):
     assert words in refused(kit, SPAWN, *(["--accum", "2"] if "True" in new else []))
 
 
+@slow
 def test_step_without_the_scaler(kit):
     """`optimizer.step()` is a step like any other."""
     kit.edit("ddp_torchrun.py", STEP, "                optimizer.step()\n")
@@ -419,6 +422,7 @@ def test_evaluation_and_log_in_the_midst_of_an_epoch(kit):
     assert {"loss", "lr", "early/accuracy", "test/loss"} <= set(board.Tags()["scalars"])
 
 
+@slow
 def test_names_that_clash_in_the_log(kit):
     """A score with the name of a value that the event has itself, and numbers that JSON does not have."""
     kit.edit(
@@ -493,7 +497,7 @@ def test_random_by_sample_inside_another_wrapper(kit):
     assert "RandomBySample lies inside a Subset: make it the outermost wrapper" in refused(kit, PARALLEL)
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=slow), pytest.param(3, marks=slow)])
 def test_fsdp2(kit, nproc):
     """`fully_shard(model)` in place of DDP(model): the same result, and exact resumes."""
     options = ("--precision", "fp64", "--accum", "2", "--clip", "1")
@@ -522,7 +526,9 @@ def test_fsdp2(kit, nproc):
     )
 
 
-@pytest.mark.parametrize("script", ["dp_train", "ddp_torchrun", pytest.param("ddp_spawn", marks=slow)])
+@pytest.mark.parametrize(
+    "script", ["dp_train", *(pytest.param(script, marks=slow) for script in ("ddp_torchrun", "ddp_spawn"))]
+)
 def test_main_can_be_called_with_arguments(kit, script):
     """By a notebook or another program, twice in a row, also after a mistake."""
     (kit.path / "caller.py").write_text(
