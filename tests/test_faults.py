@@ -146,7 +146,7 @@ def test_leaving_the_training_together(kit):
     "command", [SPAWN, pytest.param(("python", "dp_train.py"), marks=pytest.mark.slow)], ids=["spawn", "dp"]
 )
 def test_leaving_an_epoch_together(kit, command):
-    kit.edit(command[1], LOOP, f"{LOOP}            if run.step_count == 4: break\n")
+    kit.edit(command[1], LOOP, f"{LOOP}            if (run.epoch, run.step) == (0, 4): break\n")
     result = kit.run(*command, "--epochs", "2", "--metrics", "m", timeout=120)
     assert result.status == 0 and "done: 2 epochs, 18 steps, " in result.out, result
     steps = kit.metrics("m", "step")

@@ -83,10 +83,10 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
 @pytest.mark.parametrize(
     "command, options, call",
     [
-        (torchrun(3, "ddp_torchrun.py"), ("--accum", "2"), 75),
+        (torchrun(3, "ddp_torchrun.py"), ("--accum", "2"), 85),
         slow(ALONE, ("--workers", "2"), 30),
-        slow(PARALLEL, ("--accum", "2"), 40),
-        slow((*PAIRS, "--nprocs", "3"), ("--precision", "bf16", "--clip", "1"), 20),
+        slow(PARALLEL, ("--accum", "2"), 50),
+        slow((*PAIRS, "--nprocs", "3"), ("--precision", "bf16", "--clip", "1"), 26),
     ],
     ids=["W3", "alone", "dp", "pairs-W3-bf16"],
 )
