@@ -127,30 +127,38 @@ def cases(jobs, commands, *soon):
     ]
 
 
-@pytest.mark.parametrize("job, command", cases(["cnn-plain", "gpt", "regression"], COMMANDS, ("gpt", "spawn-2")))
-def test_same_result(kit, reference, job, command):
-    """All that is named is within 1e-9 of one process's: weights, optimizers, schedule and EMA."""
+@pytest.mark.parametrize("job, command", cases(["cnn-plain"], COMMANDS))
+def test_same_random_shifts(kit, reference, job, command):
+    """Loader workers draw the same random shifts as the process of the reference does itself."""
     put(kit, job)
-    # Loader workers draw the same random shifts as the process of the reference does itself.
-    workers = ("--workers", "1") if job == "cnn-plain" else ()
-    state, log = train(kit, COMMANDS[command], "run", "--precision", "fp64", *workers)
+    state, log = train(kit, COMMANDS[command], "run", "--precision", "fp64", "--workers", "1")
     close(state, reference(job), 1e-9)
     scores = [line for line in log if line["event"] == "eval"]
     assert len(scores) == 2 and scores[1]["loss"] < scores[0]["loss"]
 
 
-@pytest.mark.parametrize("job, command", cases(JOBS, COMMANDS, ("cnn", "torchrun-2"), ("regression", "pairs-3")))
-def test_killed_and_resumed(kit, job, command):
-    """The same command ends bit-identical to the undisturbed run; losses and learning rates of the steps as well."""
+@pytest.mark.parametrize(
+    "job, command", cases(JOBS, COMMANDS, ("gpt", "spawn-2"), ("cnn", "torchrun-2"), ("regression", "pairs-3"))
+)
+def test_same_result_also_after_a_kill(kit, reference, job, command):
+    """All that is named is within 1e-9 of one process's; killed and started again, it is the same bit for bit.
+
+    The losses and learning rates of the steps are as well. What the cnn ends with depends on the number of ranks.
+    """
     put(kit, job)
-    expected, undisturbed = train(kit, COMMANDS[command], "whole", "--save-every", "4")
-    train_until_killed(kit, COMMANDS[command])
-    found, resumed = train(kit, COMMANDS[command], "run", "--save-every", "4")
+    precision = () if job == "cnn" else ("--precision", "fp64")
+    expected, undisturbed = train(kit, COMMANDS[command], "whole", "--save-every", "4", *precision)
+    if job != "cnn":
+        close(expected, reference(job), 1e-9)
+    train_until_killed(kit, COMMANDS[command], *precision)
+    found, resumed = train(kit, COMMANDS[command], "run", "--save-every", "4", *precision)
     close(found, expected, 0)
     steps, again = ([line for line in log if line["event"] == "step"] for log in (undisturbed, resumed))
     assert again == steps[-len(again) :] and again[0]["step"] == kit.step - 1
     assert len({line["lr"] for line in steps}) >= 2
     assert resumed[-1]["weights_sha256"] == undisturbed[-1]["weights_sha256"]
+    scores = [line for line in undisturbed if line["event"] == "eval"]
+    assert len(scores) == 2 and scores[1]["loss"] < scores[0]["loss"]
 
 
 @pytest.mark.parametrize(
