@@ -9,6 +9,7 @@ import re
 import secrets
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy
 import torch
@@ -38,8 +39,7 @@ class Snapshots:
         Raises `UserError` where rank 0 could not write a snapshot.
         """
         self.path, self.named, self.wrapped = args.snapshot, named, wrapped
-        self.previous = self.path.with_name(f"{self.path.name}.prev")
-        self.temporary = self.path.with_name(f"{self.path.name}.tmp")
+        self.previous, self.temporary = Path(f"{self.path}.prev"), Path(f"{self.path}.tmp")
         self.settings = {"--seed": args.seed, "--batch-size": args.batch_size, "--lr": args.lr}
         self.settings |= {
             "size of the train set": size,
@@ -150,8 +150,13 @@ class Snapshots:
             if not values.sum().isfinite() and not values.isfinite().all():
                 return name
 
+    def _check_kind(self):
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+            raise UserError(f"--snapshot {self.path} is a directory, a link or a device: give the path of a file")
+
     def _check_place(self):
         try:
+            self._check_kind()
             self.temporary.unlink(missing_ok=True)  # of a run that was killed while it saved
             with self.temporary.open("xb"):
                 pass
@@ -163,15 +168,14 @@ class Snapshots:
         """What is at the path, or None. Raises `UserError` where it is no snapshot, or another run's."""
         previous = self.previous.exists()
         way_out = f"`mv {self.previous} {self.path}` to go on from the one before it" if previous else ""
-        if not self.path.exists() and not self.path.is_symlink():
+        self._check_kind()
+        if not self.path.exists():
             if previous:
                 raise UserError(
                     f"--snapshot {self.path} is missing but {self.previous} is there: {way_out}, or move that away as "
                     "well to start anew"
                 )
             return None
-        if self.path.is_symlink() or not self.path.is_file():
-            raise UserError(f"--snapshot {self.path} is a directory, a link or a device: give the path of a file")
         way_out = f"move it away to start anew{way_out and ', or '}{way_out}"
         try:
             # torch does not look at the checksums that it writes. One process of a machine looks at all of the file.
