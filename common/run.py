@@ -99,7 +99,7 @@ class Run:
         self.epoch = self.step = self.step_count = self.samples = self.stepped = self.recorded = 0  # step: in the epoch
         self.seconds = self.loss_sum = self.loss_share = self.began = 0.0
         self.loss = self.lr = self.step_loss = self.saved = self.scales = None  # saved: where the newest snapshot is
-        self.losses, self.scores, self.test_loaders, self.bad_loss = [], {}, {}, (0, 0.0)
+        self.losses, self.rates, self.scores, self.test_loaders, self.bad_loss = [], [], {}, {}, (0, 0.0, 0.0)
         self.step_due = self.rehearsing = self.in_batches = self.broken = self.ended = False
         self.gradients_checked = self.names_checked = False
         self.doing, process.where = "the start", self._where
@@ -296,6 +296,7 @@ class Run:
         self.step_due, self.step, self.step_count = False, self.step + 1, self.step_count + 1
         self.samples += self.args.batch_size
         self.losses.append(self.step_loss / self.args.accum if self.args.accum > 1 else self.step_loss)
+        self.rates.append(math.nan if self.lr is None else float(self.lr))
         self.step_loss, self.recorded = None, 0
         self.bar.update()
         if self.output.wanted and self.step_count % self.args.log_every == 0:
@@ -351,12 +352,13 @@ class Run:
         """Add this rank's new losses to its share. Returns whether one is not finite, as `bad_loss` then has it."""
         losses = torch.stack(self.losses).tolist() if self.losses else []
         bad = [(self.step_count - len(losses) + number, loss) for number, loss in enumerate(losses, 1)]
-        bad = [(step, loss) for step, loss in bad if not math.isfinite(loss)]
+        bad = [(*row, rate) for row, rate in zip(bad, self.rates, strict=True) if not math.isfinite(row[1])]
         for loss in losses:  # one by one: the sum shall not depend on when this is called
             self.loss_share += loss
         if losses and self.in_batches:
             self.bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
         self.losses.clear()
+        self.rates.clear()
         if bad:
             self.bad_loss = bad[0]
         return bool(bad)
@@ -369,12 +371,11 @@ class Run:
         step = found[:, 0][found[:, 0] > 0].min()
         where = (found[:, 0] == step).nonzero().flatten().tolist()
         names = process.watch.names(where) if process.watch else "this process"
-        rate = math.nan if self.lr is None else float(self.lr)
         saved = f"; {self.args.snapshot} is of a step before" if self.saved is not None else ""
         raise RunError(
             f"the loss of {names} is {found[where[0], 1]} in step {step - self.step_count + self.step:.0f}/"
-            f"{self.sampler.steps} of epoch {self.epoch + 1}, {step:.0f} in all, at learning rate {rate:g}: "
-            f"lower --lr, or try --clip 1{saved}"
+            f"{self.sampler.steps} of epoch {self.epoch + 1}, {step:.0f} in all, at learning rate "
+            f"{found[where[0], 2]:g}: lower --lr, or try --clip 1{saved}"
         )
 
     def _sum_losses(self):

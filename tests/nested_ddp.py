@@ -1,4 +1,6 @@
-"""The toy job in DDP by hand: nested loops, nothing of `common` but the job. The flat loop steps as it does, bit for bit.
+"""The toy job in DDP by hand: nested loops, and nothing of `common` but the job.
+
+The flat loop takes its steps bit for bit.
 
 torchrun --nproc_per_node=2 nested_ddp.py WEIGHTS ACCUM CLIP PRECISION
 """

@@ -356,7 +356,8 @@ def test_elastic(kit, machines, fault):
     kit.edit(
         "ddp_torchrun.py",
         "            run.record(loss)\n",
-        "            __import__('time').sleep(0.1 * __import__('os').path.exists('slow'))\n            run.record(loss)\n",
+        "            __import__('time').sleep(0.1 * __import__('os').path.exists('slow'))\n"
+        "            run.record(loss)\n",
     )
     options = ("--epochs", "60", "--precision", "fp64", "--save-every", "10", "--timeout", "10", "--snapshot")
     assert kit.run("python", "ddp_torchrun.py", *options, "alone.pt").status == 0
