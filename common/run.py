@@ -551,25 +551,27 @@ class Log:
         self.lines = self.board = None
 
     def open(self):
-        """Raises `UserError` where it cannot write."""
+        """Raises `UserError` where it cannot write, and leaves nothing behind then."""
+        metrics, new = self.args.metrics, False
+        if metrics:
+            try:
+                new = not metrics.exists()
+                if metrics.is_file() and metrics.open("rb").read(1) not in (b"", b"{"):
+                    raise UserError(f"--metrics {metrics}: there is a file of another kind, which is kept")
+                self.lines = metrics.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--metrics {metrics}: {error.strerror}") from None
         if self.args.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(self.args.tensorboard)
-            except ImportError:
-                raise UserError("--tensorboard needs the package: pip install tensorboard") from None
-            except (OSError, UnicodeError) as error:
+            except (ImportError, OSError, UnicodeError) as error:
+                if new:
+                    metrics.unlink()
+                if isinstance(error, ImportError):
+                    raise UserError("--tensorboard needs the package: pip install tensorboard") from None
                 raise UserError(f"--tensorboard {self.args.tensorboard}: {describe(error)}") from None
-        if self.args.metrics:
-            try:
-                if self.args.metrics.is_file() and self.args.metrics.open("rb").read(1) not in (b"", b"{"):
-                    raise UserError(
-                        f"--metrics {self.args.metrics}: there is a file of another kind, which stays as it is"
-                    )
-                self.lines = self.args.metrics.open("a", buffering=1, encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"--metrics {self.args.metrics}: {error.strerror}") from None
         self.write("start", {}, **vars(self.args), torch=torch.__version__, world_size=ranks.world_size())
 
     def write(self, event, measured, **values):
