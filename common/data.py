@@ -115,7 +115,7 @@ class RandomBySample(Dataset):
         number, more = map(int, numpy.random.SeedSequence((self.seed, epoch, index)).generate_state(2, "uint64"))
         python, array = random.getstate(), numpy.random.get_state()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the accelerators too
             random.seed(number)
             numpy.random.seed(more % 2**32)
             try:

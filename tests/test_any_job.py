@@ -482,6 +482,19 @@ def test_random_by_sample(kit):
     assert drawn.count(drawn[0]) == 4
 
 
+def test_random_by_sample_leaves_the_accelerators_alone(monkeypatch):
+    """What the model draws there, for dropout, must not follow the last sample that was loaded."""
+    from common.data import RandomBySample
+
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    data = RandomBySample([0] * 4)
+    data.dataset = type("Drawn", (list,), {"__getitem__": lambda self, index: torch.rand(()).item()})(range(4))
+    assert data[1] == data[1] != data[5] and not seeded
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_random_by_sample_inside_another_wrapper(kit):
     kit.edit(
         "common/job.py",
