@@ -24,20 +24,23 @@ PATIENCE = 4  # seconds in which the ranks that live report
 class Watch:
     """What the ranks let each other know, through the store in which they met: that they live, and how they failed.
 
-    A report is a dict: "kind", see `judge`; "where" in its training the rank was; "why", in words; "waited", for how
-    many seconds in vain, or 0; "ended", whether it had left the training.
+    A report is a dict: "rank"; "kind", see `judge`; "where" in its training the rank was; "why", in words; "waited",
+    for how many seconds in vain, or 0; "ended", whether it had left the training. What N ranks ask of the store grows
+    with N, not with its square: reports are numbered as they come, each is fetched once, and one rank of each machine
+    judges for all there.
     """
 
     def __init__(self, store, ranks, timeout=0):
         """timeout: seconds."""
         self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
-        self.ended, self.signal = False, None
+        self.ended, self.signal, self.host = False, None, socket.gethostname()
+        self.fetched, self.processes = {}, {}
         agent = ranks.launcher == "mp.spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.serves = ranks.rank == 0 and not agent
 
     def begin(self, backend):
         """Let the others know this process, and tell them of its end."""
-        self._set(f"process {self.ranks.rank}", [socket.gethostname(), os.getpid(), _process_space()])
+        self._set(f"process {self.ranks.rank}", [self.host, os.getpid(), _process_space()])
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR2)  # shows the stacks
         faulthandler.enable()  # NCCL aborts a process whose collective takes too long
@@ -52,8 +55,14 @@ class Watch:
     def _set(self, key, value):
         self.store.set(key, json.dumps(value))
 
-    def _get(self, key, default):
-        return json.loads(self.store.get(key)) if self.store.check([key]) else default
+    def _fetch(self, found, keys):
+        """Add to `found` the values of those of the keys that are there and not in it yet."""
+        keys = [key for key in keys if key not in found]
+        if keys and not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        if keys:
+            found.update(zip(keys, map(json.loads, self.store.multi_get(keys)), strict=True))
+        return found
 
     def all_leave(self, where):
         """Whether all ranks leave a loop here; waits for them, but not for ever: others may go on in it."""
@@ -77,7 +86,7 @@ class Watch:
         world_size, self.ended = self.ranks.world_size, True
         self._set(f"end {self.ranks.rank}", process.where())
         if self.store.add("ends", 1) == world_size:
-            ends = [self._get(f"end {rank}", "") for rank in range(world_size)]
+            ends = [*self._fetch({}, [f"end {rank}" for rank in range(world_size)]).values()]
             others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
             line = f"{self.names(others)} ended in {ends[others[0]]}, rank 0 in {ends[0]}" if others else ""
             self.store.set("all ends", line)
@@ -91,64 +100,95 @@ class Watch:
         self.store.add("left", 1)
         end = time.monotonic() + seconds
         while self.serves and time.monotonic() < end:
-            gone = [report for report in self.reports().values() if report["kind"] == "gone"]
-            if self.store.add("left", 0) + len(gone) >= self.ranks.world_size:
+            if self.store.add("left", 0) >= self.ranks.world_size:
                 break
             time.sleep(0.01)
 
-    def report(self, kind, why, waited=0):
-        report = {"kind": kind, "where": process.where(), "why": why, "waited": waited, "ended": self.ended}
-        self._set(f"report {self.ranks.rank}", report)
+    def report(self, kind, why="", waited=0):
+        self._report(self.ranks.rank, kind, process.where(), why, waited, self.ended)
+
+    def report_gone(self, rank, how=""):
+        """Report for a rank that cannot do it any more; how: it ended, in words."""
+        self._report(rank, "gone", "", how, 0, False)
+        self.store.add("left", 1)
+
+    def _report(self, rank, kind, where, why, waited, ended):
+        report = {"rank": rank, "kind": kind, "where": where, "why": why, "waited": waited, "ended": ended}
+        self._set(f"report {self.store.add('reports', 1)}", report)
 
     def reports(self):
         """{rank: report} of the ranks that left one."""
-        found = {rank: self._get(f"report {rank}", None) for rank in range(self.ranks.world_size)}
-        return {rank: report for rank, report in found.items() if report}
+        keys = [f"report {number}" for number in range(1, self.store.add("reports", 0) + 1)]
+        reports = {}
+        for report in self._fetch(self.fetched, keys).values():
+            reports.setdefault(report["rank"], report)
+        return reports
 
     def first(self):
         """Whether this process is the first on its machine that asks."""
-        return self.store.add(f"first on {socket.gethostname()}", 1) == 1
+        return self.store.add(f"first on {self.host}", 1) == 1
 
     def examine(self):
         """Wait for the others' reports; return the line to tell.
 
         Where others were waited for in vain, ends the processes of this machine that are stuck; they show where before.
         """
+        verdict = f"verdict on {self.host}"
+        if self.store.add(f"judges on {self.host}", 1) > 1:
+            with contextlib.suppress(RuntimeError):  # the judge may have been killed
+                self.store.wait([verdict], timedelta(seconds=2 * PATIENCE))
+                return self.store.get(verdict).decode()
+        line = self._examine()
+        self.store.set(verdict, line)
+        return line
+
+    def _examine(self):
         end = time.monotonic() + PATIENCE
+        everyone = range(self.ranks.world_size)
         while True:
+            late = time.monotonic() > end
+            self._fetch(self.processes, [f"process {rank}" for rank in everyone])
             reports = self.reports()
-            states = {rank: self.state(rank) for rank in range(self.ranks.world_size) if rank not in reports}
+            states = {rank: self.state(rank) for rank in everyone if rank not in reports}
             for rank in [rank for rank, state in states.items() if state == "gone"]:
-                reports[rank] = {"kind": "gone", "where": "", "why": "", "waited": 0, "ended": False}
-                self._set(f"report {rank}", reports[rank])
-                del states[rank]
+                if self.ranks.launcher != "mp.spawn" or late:  # there the parent reports, which knows how it ended
+                    self.report_gone(rank)
+            reports = self.reports()
+            states = {rank: state for rank, state in states.items() if rank not in reports}
             if self.signal:  # others may not have got one, and go on
                 states = {rank: state for rank, state in states.items() if state == "stopped"}
             kinds = {report["kind"] for report in reports.values()}
-            known = kinds & {"own", "gone"} or all(state == "stopped" for state in states.values())
-            if known or time.monotonic() > end:
+            if late or kinds & {"own", "gone"} or all(state == "stopped" for state in states.values()):
                 break
-            time.sleep(max(0.05, self.ranks.world_size / 500))
+            time.sleep(0.05)
         line = judge(self, reports, states)[1]
         in_vain = any(report["waited"] for report in reports.values()) and "own" not in kinds
-        if in_vain and self.store.add(f"killing on {socket.gethostname()}", 1) == 1:
+        if in_vain and self.store.add(f"killing on {self.host}", 1) == 1:
             show_and_kill([self._process(rank)[1] for rank, state in states.items() if state])
         return line
+
+    def has_killed(self):
+        """Whether ranks of this machine that were stuck were killed by another one."""
+        return self.store.check([f"killing on {self.host}"])
 
     def names(self, ranks):
         """Such as "rank 2, 3 on h1; rank 4 on h2"."""
         hosts = {}
         for rank in ranks:
             hosts.setdefault(self._process(rank)[0], []).append(rank)
-        return "; ".join(f"rank {', '.join(map(str, there[:8]))} on {host}" for host, there in hosts.items())
+        return "; ".join(f"rank {few(there)} on {host}" for host, there in hosts.items())
 
     def _process(self, rank):
-        return self._get(f"process {rank}", ["an unknown machine", 0, None])
+        key = f"process {rank}"
+        return self._fetch(self.processes, [key]).get(key, ["an unknown machine", 0, None])
+
+    def has_met(self, rank):
+        return self._process(rank)[1] > 0
 
     def state(self, rank):
         """Of a rank's process: "gone", "stopped" or "running"; "" where this process cannot tell."""
         host, pid, space = self._process(rank)
-        if sys.platform != "linux" or (host, space) != (socket.gethostname(), _process_space()):
+        if sys.platform != "linux" or (host, space) != (self.host, _process_space()):
             return ""
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -162,41 +202,50 @@ def _process_space():
     return Path("/proc/self/ns/pid").stat().st_ino if sys.platform == "linux" else 0
 
 
-def judge(watch, reports, states, ends=None):
+def judge(watch, reports, states):
     """(the rank to blame or None, what to tell of it).
 
     reports: {rank: report}, of the kinds "own", a fault of its own; "lost", it lost others; "signal", one ended it;
-    "gone", as others saw. states: {rank: "running", "stopped" or ""} of those without a report. ends: {rank: how it
-    ended, in words} of those, where the parent knows.
+    "gone", as others saw. states: {rank: "running", "stopped" or ""} of those without a report.
     """
     waited = max((report["waited"] for report in reports.values()), default=0)
-    lost = [report for report in reports.values() if report["kind"] == "lost"]
-    places = [report["where"] for report in lost if not report["ended"]] or [report["where"] for report in lost]
-    where = f" in {places[0]}" if places else ""
+    lost = {rank: report for rank, report in reports.items() if report["kind"] == "lost"}
+    others = {rank: report for rank, report in lost.items() if not report["ended"]} or lost
+    where = f" in {next(iter(others.values()))['where']}" if others else ""
     kinds = {kind: [rank for rank in reports if reports[rank]["kind"] == kind] for kind in ("own", "gone", "signal")}
     if kinds["own"]:
         return kinds["own"][0], reports[kinds["own"][0]]["why"]
-    for rank, how in (ends or {}).items():
-        return rank, f"{watch.names([rank])} {how}{where}"
+    if blamed := kinds["gone"]:
+        how = reports[blamed[0]]["why"] or "is gone, killed or ended by itself,"
+        return blamed[0], f"{watch.names(blamed)} {how}{where}"
     if not waited:  # some rank has died, and those that run wait for such as this one
         states = {rank: state for rank, state in states.items() if state != "running"} or states
-    if blamed := kinds["gone"] or list(states):
-        how, why = "is gone, killed or ended by itself,", ""
-        if not kinds["gone"]:
-            how = f"has not answered for {waited:g} s" if waited else "does not answer"
-            whys = {
-                "stopped": ": it was stopped by a signal",
-                "running": ": it does something else, see its stack above",
-            }
-            why = whys.get(states[blamed[0]], "") if waited else ""
-        return blamed[0], f"{watch.names(blamed)} {how}{where}{why}"
+    if blamed := list(states):
+        how = f"has not answered for {waited:g} s" if waited else "does not answer"
+        whys = {
+            "stopped": ": it was stopped by a signal",
+            "running": ": it does something else, see its stack above",
+        }
+        return blamed[0], f"{watch.names(blamed)} {how}{where}{whys.get(states[blamed[0]], '') if waited else ''}"
     for rank in [rank for rank in reports if reports[rank]["ended"] and lost]:
         return rank, f"{watch.names([rank])} ended its training in {reports[rank]['where']}, others are{where}"
     for rank in kinds["signal"] if lost else []:
         return rank, f"{watch.names([rank])} was ended by {reports[rank]['why']} in {reports[rank]['where']}"
     if lost:
-        return None, f"the ranks lost each other{where}: {lost[0]['why']}"
+        return None, f"the ranks lost each other: {places(lost)} ({next(iter(lost.values()))['why']})"
     return None, ""
+
+
+def places(reports):
+    """Where each rank was, such as "rank 0 in the evaluation after epoch 1, rank 1, 2 in step 14/14 of epoch 1"."""
+    ranks = {}
+    for rank in sorted(reports):
+        ranks.setdefault(reports[rank]["where"], []).append(rank)
+    return ", ".join(f"rank {few(there)} in {where}" for where, there in ranks.items())
+
+
+def few(ranks):
+    return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 def show_and_kill(pids):
@@ -257,10 +306,9 @@ def _tell_of_others(error):
     watch = process.watch
     waited = watch.timeout if re.search("timed out|timeout", str(error), re.IGNORECASE) else 0
     watch.report("lost", describe(error), waited)
-    if watch.ranks.launcher != "mp.spawn":  # there the parent tells, which knows how each rank ended
-        line = watch.examine()
-        _tell_once(line)
-        leave_for_torchrun(line, later=1)
+    line = watch.examine()
+    _tell_once(line)
+    leave_for_torchrun(line, later=1)
     watch.stay(PATIENCE)
     return 1
 

@@ -320,18 +320,26 @@ def wait_for_ranks(context, directory):
         connection.wait([process.sentinel for process in alive.values()])
     if not failed():
         return
-    end = time.monotonic() + faults.PATIENCE  # in which the others report
-    while any(watch.state(rank) != "stopped" for rank in running()) and time.monotonic() < end:
-        connection.wait([process.sentinel for process in running().values()], 0.1)
-    codes, stuck, reports = failed(), running(), watch.reports()
-    told = {130, 143} if reports else {1, 2, 130, 143}  # before they met, each rank told of its own fault
-    ends = {rank: _how(code) for rank, code in codes.items() if rank not in reports and code not in told}
-    states = {rank: watch.state(rank) for rank in stuck if reports}
-    blamed, line = faults.judge(watch, reports, states, ends)
-    faults.show_and_kill([process.pid for process in stuck.values()])
-    if line and reports.get(blamed, {}).get("kind") != "own":  # which told it
+    # The ranks judge and tell. How one of them ended, this process alone can say.
+    codes, end = {}, time.monotonic() + 2 * faults.PATIENCE
+    while True:
+        for rank, code in failed().items():
+            ours = code == -signal.SIGKILL and watch.has_killed()  # it was stuck
+            if rank not in codes and not ours:
+                codes[rank] = code
+                told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
+                if code not in told and rank not in watch.reports():
+                    watch.report_gone(rank, _how(code))
+        left = running()
+        if all(watch.state(rank) == "stopped" for rank in left) or time.monotonic() > end:
+            break
+        connection.wait([process.sentinel for process in left.values()], 0.1)
+    reports = watch.reports()
+    blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in left if reports})
+    faults.show_and_kill([process.pid for process in left.values()])
+    if line and watch.first():  # no rank was left to tell
         write_error(line)
-    code = codes.get(blamed, next(iter(codes.values()))) or 1
+    code = codes.get(blamed, next(iter(codes.values()), 1)) or 1
     sys.exit(code if code > 0 else 128 - code)
 
 
