@@ -16,9 +16,9 @@ from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
 from common.group import join
-from common.launch import spawned, spawning, wait_for_ranks
 from common.options import Options
 from common.run import Run
+from common.spawn import spawned, spawning, wait_for_ranks
 
 
 @entry

@@ -14,9 +14,9 @@ from torch import nn
 from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import UserError, entry
-from common.group import prepare
 from common.options import Options
 from common.run import Run
+from common.start import prepare
 
 
 class DataParallel(nn.DataParallel):

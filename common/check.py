@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from common import group, launch, meeting, ranks
+from common import group, meeting, place, ranks
 from common.errors import RunError, entry
 from common.options import Options
 
@@ -16,13 +16,13 @@ SIZES = (8, 2**16, 2**20, 2**24)  # bytes
 @entry
 def main():
     args = Options(__doc__, ddp=True, launched=True).parse_args()
-    place = launch.ranks_from_environment(args)
-    args.backend = group.resolve_backend(args.backend, args.device)
-    device = group.local_devices(args, place)[0]
-    store, host, address = group.setup(args, place, [device])
+    here = place.ranks_from_environment(args)
+    args.backend = place.resolve_backend(args.backend, args.device)
+    device = place.local_devices(args, here)[0]
+    store, host, address = group.setup(args, here, [device])
     began = time.monotonic()
     try:
-        show(place, device, address)
+        show(here, device, address)
         test(device)
         for size in SIZES:
             began = time.monotonic()
@@ -31,18 +31,18 @@ def main():
         # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
         # wait in the collective, until its time is over.
         args.timeout = 5 + max(0, began + args.timeout - time.monotonic())
-        meeting.meet(dist.PrefixStore("after an error", store), host, place, args)
+        meeting.meet(dist.PrefixStore("after an error", store), host, here, args)
         raise RunError(f"{error}, though all ranks answer") from None
     ranks.say("all is well")
 
 
-def show(place, device, address):
+def show(here, device, address):
     """Print a table of the ranks."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     backend = dist.get_backend()
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
-    row = (place.rank, ranks.this_machine(), place.local_rank, address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
+    row = (here.rank, ranks.this_machine(), here.local_rank, address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
     rows = [("rank", "machine", "local rank", "address", "interface", "device", "torch", "backend")]
     rows += ranks.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, backend))
     widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]

@@ -38,20 +38,21 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on this machine. group: the
-    process group that was left.
+    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on this machine. node: the
+    rank of this machine. group: the process group that was left.
     """
 
     def __init__(self):
         self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell_alone
         self.watch = self.group = None
-        self.local_rank = 0
+        self.local_rank = self.node = 0
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""
-        group = self.group
+        group, tell = self.group, self.tell
         self.at_end.pop_all()
         self.__init__()
+        self.tell = tell
         if not finished:
             kill_workers()  # they may be in the midst of something, and would be waited for
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's

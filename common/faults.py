@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.errors import describe, process, write_error
+from common.errors import UserError, describe, process, write_error
+from common.start import leave_for_torchrun, tell_before_meeting
 
 PATIENCE = 4  # seconds in which the ranks that live report
 
@@ -35,18 +36,20 @@ class Watch:
         self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
         self.ended, self.signal, self.host = False, None, socket.gethostname()
         self.fetched, self.processes = {}, {}
-        agent = ranks.launcher == "mp.spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.serves = ranks.rank == 0 and not agent
+        self.serves = ranks.rank == 0 and not (ranks.serves_store or ranks.has_parent)
 
     def begin(self, backend):
         """Let the others know this process, and tell them of its end."""
-        self._set(f"process {self.ranks.rank}", [self.host, os.getpid(), _process_space()])
+        self.announce()
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR2)  # shows the stacks
         faulthandler.enable()  # NCCL aborts a process whose collective takes too long
         # With NCCL no handler could run while this process waits for the others.
-        if self.ranks.launcher != "mp.spawn" and backend == "gloo":
+        if not self.ranks.has_parent and backend == "gloo":
             signal.signal(signal.SIGTERM, self._receive)
+
+    def announce(self, pid=None):
+        self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
 
     def _receive(self, number, frame):
         self.signal = signal.Signals(number)
@@ -151,7 +154,7 @@ class Watch:
             reports = self.reports()
             states = {rank: self.state(rank) for rank in everyone if rank not in reports}
             for rank in [rank for rank, state in states.items() if state == "gone"]:
-                if self.ranks.launcher != "mp.spawn" or late:  # there the parent reports, which knows how it ended
+                if not self.ranks.has_parent or late:  # a parent knows how it ended
                     self.report_gone(rank)
             reports = self.reports()
             states = {rank: state for rank, state in states.items() if rank not in reports}
@@ -264,6 +267,18 @@ def is_lost(error):
 
 
 def tell(error):
+    """Tell of the exception that ends a process. Returns the exit status."""
+    status = _tell_after_meeting(error) if process.watch else tell_before_meeting(error)
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
+    return status
+
+
+process.tell = tell
+
+
+def _tell_after_meeting(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
@@ -334,10 +349,3 @@ def _tell_of_itself(error):
 def _tell_once(line, details=""):
     if line and process.watch.first():
         write_error(line, details)
-
-
-def leave_for_torchrun(line, later=0):
-    """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

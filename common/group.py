@@ -1,6 +1,7 @@
 """The process group: backend, devices, threads, joining and leaving."""
 
 import os
+import shlex
 import socket
 import sys
 from datetime import timedelta
@@ -13,35 +14,11 @@ import torch.distributed as dist
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
 
-from common import faults, launch, meeting
+from common import faults, meeting
 from common.errors import RunError, process
-from common.launch import Ranks, local_devices, resolve_backend, torchrun_command
+from common.place import local_devices, ranks_from_environment, resolve_backend
 from common.ranks import say, this_machine
-
-
-def prepare(args, device, ranks=None):
-    """Set this process's dtype, threads, current device and seed. Call it before the model is made.
-
-    Raises `UserError` where a launcher started a script that needs one process, and so gives no `ranks`.
-    """
-    if ranks is None:
-        launch.refuse_launcher()
-        ranks = Ranks()
-    process.local_rank = ranks.local_rank
-    torch.set_default_dtype(torch.float64 if args.precision == "fp64" else torch.float32)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if ranks.launcher == "srun" and "SLURM_CPUS_PER_TASK" in os.environ:
-        share = int(os.environ["SLURM_CPUS_PER_TASK"])
-    else:
-        # mp.spawn would let each process use all cores, torchrun sets OMP_NUM_THREADS=1.
-        share = usable // ranks.local_world_size
-    torch.set_num_threads(args.threads or max(1, share))
-    # Once a block of this size was freed, glibc keeps what is freed from then on; else it may give the activations
-    # back to the kernel after each step, and fetch them again page by page.
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    torch.manual_seed(args.seed)
+from common.start import prepare
 
 
 def join(args, ranks=None, each=1):
@@ -49,7 +26,7 @@ def join(args, ranks=None, each=1):
 
     ranks: the place of this process; by default what the launcher's environment says. See `meeting` for what it raises.
     """
-    ranks = ranks or launch.ranks_from_environment(args)
+    ranks = ranks or ranks_from_environment(args)
     args.backend = resolve_backend(args.backend, args.device)
     devices = local_devices(args, ranks, each)
     setup(args, ranks, devices)
@@ -66,6 +43,7 @@ def setup(args, ranks, devices):
 
     Returns (the store, the host that serves it or None, the address by which the others reach this process).
     """
+    process.local_rank, process.node = ranks.local_rank, ranks.node
     if ranks.one_machine:
         # By itself gloo listens on the address of the host's name, NCCL on any interface.
         for _, name in socket.if_nameindex() if sys.platform != "win32" else []:
@@ -102,7 +80,8 @@ def setup(args, ranks, devices):
     say(f"world size {ranks.world_size}, device {args.device}, backend {args.backend}, threads per process {threads}")
     if ranks.launcher is None:
         accelerators = 0 if args.device == "cpu" else torch.accelerator.device_count()
-        say(f"to start a process per device: {torchrun_command(accelerators or 2)}")
+        command = shlex.join(["torchrun", f"--nproc_per_node={accelerators or 2}", *sys.argv])
+        say(f"to start a process per device: {command}")
     return store, host, address
 
 

@@ -18,22 +18,9 @@ import time
 from array import array
 from pathlib import Path
 
-PAUSE = 5  # seconds between two lines that say what is waited for
+from common.waiting import PAUSE, Waiting, address_of, is_loopback, label
 
 # ------------------------------------------------------------------------------------- addresses, interfaces
-
-
-def address_of(host):
-    """The address of a name. Raises `OSError` where it is not known."""
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-
-
-def is_loopback(host):
-    """Whether a name or address leads to this machine alone."""
-    try:
-        return ipaddress.ip_address(address_of(host)).is_loopback
-    except OSError:  # not known, or not known yet
-        return False
 
 
 def is_here(host):
@@ -75,31 +62,11 @@ def interfaces():
     return found
 
 
-def label(node_rank, host):
-    return f"node {node_rank} ({host})"
-
-
 # -------------------------------------------------------------------------------------- before torchrun starts
 
 
 class MeetingError(Exception):
     """One line: what went wrong and what to do."""
-
-
-class Waiting:
-    """Says every few seconds what is waited for; raises `error` after `timeout` seconds, or when the parent is gone."""
-
-    def __init__(self, timeout, error):
-        self.timeout, self.error, self.start, self.parent = timeout, error, time.monotonic(), os.getppid()
-        self.told = 1 - PAUSE  # seconds: the first line comes soon
-
-    def tell(self, what):
-        passed = time.monotonic() - self.start
-        if passed > self.timeout or os.getppid() != self.parent:
-            raise self.error(f"waited {passed:.0f} s in vain for {what}")
-        if passed > self.told + PAUSE:
-            self.told = passed
-            sys.stderr.write(f"waiting for {what} ({passed:.0f} of {self.timeout:g} s)\n")
 
 
 def meet(args):

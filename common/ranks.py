@@ -1,13 +1,13 @@
 """What the ranks tell each other: sums, objects, checks that they agree. A process alone has rank 0 of 1."""
 
-import os
 import socket
 import sys
 
 import torch
 import torch.distributed as dist
 
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, process
+from common.waiting import label
 
 
 def rank():
@@ -95,18 +95,8 @@ def differences(values, labels):
     return ", ".join(f"{value} at {names}" for value, names in zip(places, short, strict=True))
 
 
-def label(node_rank, host):
-    return f"node {node_rank} ({host})"
-
-
-def node(rank=0, processes=1):
-    """The node rank that torchrun or srun tells; else as if all machines had as many processes."""
-    told = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
-    return int(told) if told.isdecimal() else rank // processes
-
-
 def this_machine():
-    return label(node(), socket.gethostname())
+    return label(process.node, socket.gethostname())
 
 
 def share_buffers(model):

@@ -135,6 +135,17 @@ def test_leaving_the_training_too_soon(kit, command, place, code, line):
     assert result.status == 1 and len(result.errors) == 1 and result.errors[0].startswith(f"error: {line}"), result
 
 
+@pytest.mark.parametrize("command", [SPAWN, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["spawn", "torchrun"])
+def test_validation_on_rank_0_alone(kit, command):
+    """Nobody is to blame for sure: the line says where each rank was."""
+    script = next(word for word in command if word.endswith(".py"))
+    kit.edit(script, AFTER, f"        if torch.distributed.get_rank() == 0:\n    {AFTER}")
+    result = kit.run(*command, "--timeout", "10", timeout=120)
+    assert result.status == 1 and len(result.errors) == 1, result
+    assert "rank 0 in the evaluation after epoch 1" in result.errors[0], result
+    assert "rank 1 in " in result.errors[0], result
+
+
 @pytest.mark.slow
 def test_leaving_the_training_together(kit):
     kit.edit("ddp_spawn.py", AFTER, "        if run.evaluate(test_set)['accuracy'] > 0.2: break\n")

@@ -79,6 +79,30 @@ def test_port_in_use(kit):
     assert f"rank 0 cannot listen on 127.0.0.1, port {port} (Address already in use)" in result.errors[0]
 
 
+PBS = """
+def pbs(args):
+    if "PBS_TASKNUM" not in os.environ:
+        return None
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    choose_port(os.environ["PBS_JOBID"])
+    rank, world_size = number("PBS_TASKNUM") - 1, number("PBS_NP")
+    return Ranks(rank, world_size, rank, world_size, "PBS", args.init_method, cpus=1)
+
+
+LAUNCHERS = [pbs, """
+
+
+def test_another_launcher_takes_one_function(kit):
+    kit.edit("common/place.py", "LAUNCHERS = [", PBS)
+    env = {"PBS_NP": "2", "PBS_JOBID": f"{os.getpid()}.{kit.path}"}
+    runs = [kit.start("python", "ddp_torchrun.py", *OPTIONS, env=env | {"PBS_TASKNUM": f"{n}"}) for n in (1, 2)]
+    results = [run.result() for run in runs]
+    assert [result.status for result in results] == [0, 0], results
+    assert header(2, 1) in results[0].out and results[1].out == ""
+    result = kit.run("python", "ddp_torchrun.py", env=env | {"PBS_TASKNUM": "3"})
+    assert result.errors == ["error: rank is 2 but must be from 0 to 1: see PBS's variables"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
 def test_mpirun(kit):

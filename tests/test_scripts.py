@@ -3,12 +3,13 @@
 import fcntl
 import os
 import re
+import signal
 import struct
 import termios
 
 import pytest
 import torch
-from harness import torchrun
+from harness import ROOT, torchrun
 
 COMMANDS = {
     "dp_train": ("python", "dp_train.py"),
@@ -51,6 +52,41 @@ def test_bare_command_trains(kit, command):
     summary = result.out.splitlines()[-1]
     assert re.fullmatch(f"done: 20 epochs, 280 steps, {re.escape(words)}, [1-9]\\d* samples/s", summary), summary
     assert "\r" not in result.out + result.err, "a progress bar went into a pipe"
+
+
+def modules_for(script):
+    """The modules of `common` that the README names for a script on one machine."""
+    rows = dict(
+        re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", (ROOT / "README.md").read_text().split("uses no other")[1], re.M)
+    )
+    text = rows[script].partition(";")[0]
+    names = re.findall(r"`(\w+)`", text)
+    if other := re.search(r"as for `(\S+\.py)`", text):
+        return modules_for(other[1]) + names
+    return (modules_for("dp_train.py") if "these" in text else []) + names
+
+
+@pytest.mark.parametrize(
+    "name", ["dp_train", "ddp_spawn"] + [pytest.param(name, marks=pytest.mark.slow) for name in list(COMMANDS)[2:]]
+)
+def test_what_a_script_needs_is_what_the_readme_says(kit, name):
+    command = COMMANDS[name]
+    script = next(word for word in command if word.endswith(".py"))
+    keep = {f"{module}.py" for module in modules_for(script)}
+    for path in kit.path.rglob("*"):
+        if path.is_file() and path.parent.name != "data" and path.name not in keep | {script}:
+            path.unlink()
+    assert {path.name for path in (kit.path / "common").glob("*.py")} == keep
+    options = ("--snapshot", "run.pt", "--metrics", "m")
+    run = kit.start(*command, *options, "--epochs", "100000")
+    run.wait_for(lambda: kit.metrics("m", "step"))
+    os.kill(run.pid, signal.SIGTERM)
+    stopped = run.result(60)
+    assert stopped.status == (1 if name == "torchrun" else 143) and not stopped.processes, stopped
+    step = len(kit.metrics("m", "step"))
+    result = kit.run(*command, *options, "--steps", step + 3, "--epochs", "100000")
+    assert result.status == 0 and "goes on from run.pt after step " in result.out, result
+    assert [line["step"] for line in kit.metrics("m", "step")] == list(range(1, step + 4))
 
 
 def test_steps_end_the_run(kit):
