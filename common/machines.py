@@ -1,19 +1,15 @@
 """Several machines: by which address and interface they reach each other, and how they meet before torchrun starts.
 
-ddp_multinode.sh runs this as a program, so that it imports nothing but the standard library.
+Nothing but the standard library: ddp_multinode.sh uses it before torch is imported.
 """
 
-import argparse
 import ipaddress
 import json
 import os
 import select
-import signal
 import socket
 import struct
-import subprocess
 import sys
-import threading
 import time
 from array import array
 from pathlib import Path
@@ -77,8 +73,6 @@ def meet(args):
     """
     check_place(args)
     is_master = args.node_rank == 0 if args.node_rank is not None else is_here(args.master_addr)
-    if args.dry_run:
-        return args.master_addr, address_towards(args.master_addr), int(is_master)
     if not is_master:
         return *join(args), 0
     listener = listen(args.master_port)
@@ -201,79 +195,3 @@ def join(args):
             what = f"{place}: what listens there is not this script, or has other options"
         waiting.tell(what)
         time.sleep(0.5)
-
-
-# ---------------------------------------------------------------------------------- several machines on this one
-
-
-def simulate(args):
-    """Run the command once for each of several machines, all on this one; returns the exit status."""
-    if not args.master_port:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            args.master_port = probe.getsockname()[1]
-    machines, threads, status = [], [], 0
-
-    def end_all(number=None, frame=None):
-        nonlocal status
-        status = status or 128 + number
-        for machine in machines:
-            if machine.poll() is None:
-                machine.terminate()
-
-    # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
-    signal.signal(signal.SIGTERM, end_all)
-    signal.signal(signal.SIGINT, end_all)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    for rank in range(args.nnodes):
-        place = {"nnodes": args.nnodes, "node-rank": rank, "master-addr": "127.0.0.1", "master-port": args.master_port}
-        command = [*args.command[:2], *(f"--{name}={value}" for name, value in place.items()), *args.command[2:]]
-        if cores:  # a share of them for each, which its processes inherit
-            os.sched_setaffinity(0, cores[rank :: args.nnodes] or cores)
-        # In a session of its own Ctrl-C does not reach it twice.
-        machine = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        machines.append(machine)
-        for source, target in [(machine.stdout, sys.stdout), (machine.stderr, sys.stderr)]:
-            threads.append(threading.Thread(target=copy_lines, args=(f"[node {rank}] ", source, target), daemon=True))
-            threads[-1].start()
-    while any(machine.poll() is None for machine in machines):
-        time.sleep(0.05)
-        failed = [machine.returncode for machine in machines if machine.returncode]
-        if failed and not status:
-            status = failed[0]
-            if not args.elastic:
-                end_all()
-    for thread in threads:
-        thread.join()
-    return status
-
-
-def copy_lines(prefix, source, target):
-    for line in source:
-        target.write(prefix + line.decode(errors="replace"))
-        target.flush()
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    for name in ("--nnodes", "--node-rank", "--master-port", "--timeout"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--master-addr")
-    parser.add_argument("--elastic", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("what", choices=["meet", "simulate"])
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    if args.what == "simulate":
-        sys.exit(simulate(args))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        print(*meet(args))
-    except MeetingError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

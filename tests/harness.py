@@ -110,7 +110,7 @@ class Kit:
     def start(self, *command, env=None, **options):
         return Running(self, command, env or {}, **options)
 
-    def run(self, *command, env=None, timeout=90):
+    def run(self, *command, env=None, timeout=240):
         """Run to the end; nothing may be left behind."""
         result = self.start(*command, env=env).result(timeout)
         assert not result.processes, f"left running: {result.processes}"

@@ -1,0 +1,224 @@
+"""The program behind ddp_multinode.sh: its options, SLURM, and torchrun on this machine. Standard library only."""
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from common import machines
+from common.machines import MeetingError
+
+HERE = Path(__file__).resolve().parent.parent
+SCRIPT = HERE / "ddp_multinode.sh"
+
+
+def options(arguments):
+    """The options, and in `command` the script with its arguments. Raises `MeetingError` for what is wrong."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(prog=SCRIPT.name, add_help=False, allow_abbrev=False)
+    parser.error = fail
+    parser.add_argument("--node-rank", type=whole(0))
+    for name in ("--nnodes", "--nproc-per-node", "--simulate"):
+        parser.add_argument(name, type=whole(1))
+    parser.add_argument("--master-addr")
+    parser.add_argument("--master-port", type=whole(1, 2**16 - 1))
+    parser.add_argument("--timeout", type=whole(1), default=600)
+    parser.add_argument("--elastic", type=elastic)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(arguments[:end])
+    command = arguments[end + 1 :]
+    if not command or command[0].startswith("-"):
+        command.insert(0, str(HERE / "ddp_torchrun.py"))
+    elif (HERE / command[0]).is_file():
+        command[0] = str(HERE / command[0])
+    if not Path(command[0]).is_file():
+        fail(f"there is no script {command[0]} here")
+    if not shutil.which("torchrun"):
+        fail("torchrun is not found: activate the environment in which torch is installed")
+    args.command = command
+    return args
+
+
+def fail(line):
+    hint = "; what belongs to the script comes after --, see --help" if line.startswith("unrecognized") else ""
+    raise MeetingError(f"{line}{hint}")
+
+
+def whole(low, high=10**9):
+    def parse(text):
+        if not (text.isascii() and text.isdecimal() and len(text) < 11 and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def elastic(text):
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, such as 1:2, with MIN from 1 to MAX")
+    return text
+
+
+# --------------------------------------------------------------------------------------------------- processes
+
+
+def supervise(command):
+    """Run a command to its end; returns its status. SIGTERM and Ctrl-C are passed on as SIGTERM; a later one kills."""
+    child, received = None, []
+
+    def pass_on(number, frame):
+        if not received:
+            received.extend([number, time.monotonic()])
+            if child:
+                child.terminate()
+        elif child and time.monotonic() > received[1] + 1:  # sooner it is the same one, sent twice
+            os.killpg(child.pid, signal.SIGKILL)
+
+    # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C reaches it once
+    if received:
+        child.terminate()
+    status = child.wait()
+    if status and received:
+        return 128 + received[0]  # torchrun says 1, whatever it was
+    return status if status >= 0 else 128 - status
+
+
+def simulate(args):
+    """Run this program once for each of several machines, all on this one; returns the exit status."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = args.master_port or probe.getsockname()[1]
+    running, threads, status = [], [], 0
+
+    def end_all(number=None, frame=None):
+        nonlocal status
+        status = status or 128 + number
+        for machine in running:
+            if machine.poll() is None:
+                machine.terminate()
+
+    signal.signal(signal.SIGTERM, end_all)
+    signal.signal(signal.SIGINT, end_all)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they would all take the same devices
+    same = [f"--nnodes={args.simulate}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    same += [f"--nproc-per-node={args.nproc_per_node or 1}", f"--timeout={args.timeout}"]
+    same += [f"--elastic={args.elastic}"] * bool(args.elastic) + ["--check"] * args.check
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    for rank in range(args.simulate):
+        command = [sys.executable, "-m", "common.multinode", *same, f"--node-rank={rank}", "--", *args.command]
+        if cores:  # a share of them for each, which its processes inherit
+            os.sched_setaffinity(0, cores[rank :: args.simulate] or cores)
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        running.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        for source, target in [(running[-1].stdout, sys.stdout), (running[-1].stderr, sys.stderr)]:
+            threads.append(threading.Thread(target=copy_lines, args=(f"[node {rank}] ", source, target), daemon=True))
+            threads[-1].start()
+    while any(machine.poll() is None for machine in running):
+        time.sleep(0.05)
+        failed = [machine.returncode for machine in running if machine.returncode]
+        if failed and not status:
+            status = failed[0]
+            if not args.elastic:
+                end_all()
+    for thread in threads:
+        thread.join()
+    return status
+
+
+def copy_lines(prefix, source, target):
+    for line in source:
+        target.write(prefix + line.decode(errors="replace"))
+        target.flush()
+
+
+# ------------------------------------------------------------------------------------------------------- SLURM
+
+
+def slurm(args, arguments):
+    """Take the place from SLURM's step; in a batch script start the step, this program on each node, and exit."""
+    env = os.environ
+    nodes = int(env.get("SLURM_STEP_NUM_NODES") or env["SLURM_JOB_NUM_NODES"])
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1"))
+    if tasks > nodes or env.get("SLURM_NTASKS_PER_NODE", "1") != "1":
+        fail(f"SLURM has {tasks} tasks for {nodes} nodes, and torchrun starts all processes: take --ntasks-per-node=1")
+    if "SLURM_STEP_NUM_TASKS" in env:
+        hosts = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+        args.master_addr = subprocess.run(hosts, capture_output=True, text=True, check=True).stdout.split()[0]
+        args.nnodes, args.node_rank = nodes, int(env["SLURM_NODEID"])
+        gpus = env.get("SLURM_GPUS_ON_NODE", "")
+        args.nproc_per_node = args.nproc_per_node or (int(gpus) if gpus.isdecimal() else None)
+        args.master_port = args.master_port or 20000 + int(env["SLURM_JOB_ID"]) % 10000  # two jobs may share a node
+        return
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    status = supervise([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments])
+    saves = any(word.partition("=")[0] == "--snapshot" for word in args.command)
+    if status == 143 and saves:
+        state = ["squeue", "-h", "-j", env["SLURM_JOB_ID"], "-o", "%T"]
+        if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
+            print("requeued: goes on from the snapshot", flush=True)
+            subprocess.run(["scontrol", "requeue", env["SLURM_JOB_ID"]])
+    sys.exit(status)
+
+
+# ----------------------------------------------------------------------------------------------------- torchrun
+
+
+def torchrun(args):
+    """Meet the other machines; returns torchrun's command."""
+    for name in ["master_addr"] if args.elastic else ["nnodes", "node_rank", "master_addr"]:
+        if getattr(args, name) is None:
+            fail(f"--{name.replace('_', '-')} is missing, see --help")
+    if not args.elastic and args.node_rank >= args.nnodes:
+        fail(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}: machines are counted from 0")
+    args.master_port = args.master_port or 29500
+    if not args.nproc_per_node:
+        import torch
+
+        args.nproc_per_node = torch.accelerator.device_count() or 1
+    master, own, is_master = machines.meet(args)
+    if args.elastic:
+        # After a restart the processes meet at a new port: in torchrun's own store they would find the attempt before.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = ["torchrun", f"--nnodes={args.elastic}", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=ddp"]
+        conf = f"is_host={is_master},join_timeout={args.timeout},last_call_timeout=15"
+        command += [f"--rdzv-endpoint={master}:{args.master_port}", f"--rdzv-conf={conf}"]
+    else:
+        command = ["torchrun", f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--master-addr={master}"]
+        command += [f"--master-port={args.master_port}", f"--rdzv-conf=timeout={args.timeout}"]
+    command += [f"--nproc-per-node={args.nproc_per_node}", f"--local-addr={own}"]
+    if args.check:
+        return [*command, "-m", "common.check", f"--timeout={args.timeout}", *args.command[1:]]
+    return command + args.command
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    arguments = sys.argv[1:]
+    try:
+        args = options(arguments)
+        if args.simulate:
+            sys.exit(simulate(args))
+        placed = args.nnodes or args.node_rank is not None or args.master_addr or args.elastic
+        if os.environ.get("SLURM_JOB_ID") and not placed:
+            slurm(args, arguments)
+        command = torchrun(args)
+    except MeetingError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    shown = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command
+    print("+", shlex.join(shown), flush=True)
+    sys.exit(supervise(command))
+
+
+if __name__ == "__main__":
+    main()
