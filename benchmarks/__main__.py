@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps
+from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps, store
 
 RESULTS = Path(__file__).parent / "results.json"
 MEASURE = {
@@ -26,6 +26,7 @@ MEASURE = {
     "sampler": sampler.measure,
     "snapshots": snapshots.measure,
     "simulation": simulation.measure,
+    "store": store.measure,
     "losses": plots.losses,
 }
 QUICK = {
@@ -36,6 +37,7 @@ QUICK = {
     "sampler": {"sizes": (10**5,), "rounds": 2},
     "snapshots": {"sizes": (10**5,), "runs": 2},
     "simulation": {"sizes": (1, 16)},
+    "store": {"sizes": (16,)},
     "losses": {},
 }
 

@@ -83,7 +83,3 @@ def play(world_size, port):
         for future in [threads.submit(rank, number) for number in range(world_size)]:
             future.result()
     return {what: round(passed, 2) for what, passed in found.items()}
-
-
-if __name__ == "__main__":
-    print(measure())

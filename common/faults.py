@@ -183,7 +183,8 @@ class Watch:
 
     def _process(self, rank):
         key = f"process {rank}"
-        return self._fetch(self.processes, [key]).get(key, ["an unknown machine", 0, None])
+        unknown = self.host if self.ranks.one_machine else "an unknown machine"
+        return self._fetch(self.processes, [key]).get(key, [unknown, 0, None])
 
     def has_met(self, rank):
         return self._process(rank)[1] > 0

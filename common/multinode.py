@@ -70,16 +70,19 @@ def elastic(text):
 # --------------------------------------------------------------------------------------------------- processes
 
 
-def supervise(command):
-    """Run a command to its end; returns its status. SIGTERM and Ctrl-C are passed on as SIGTERM; a later one kills."""
+def supervise(command, stop=None):
+    """Run a command to its end; returns its status. SIGTERM and Ctrl-C are passed on as SIGTERM; a later one kills.
+
+    stop: what to do with the child instead, and once, under a scheduler: it kills by itself, and may signal repeatedly.
+    """
     child, received = None, []
 
     def pass_on(number, frame):
         if not received:
             received.extend([number, time.monotonic()])
             if child:
-                child.terminate()
-        elif child and time.monotonic() > received[1] + 1:  # sooner it is the same one, sent twice
+                (stop or subprocess.Popen.terminate)(child)
+        elif child and not stop and time.monotonic() > received[1] + 1:  # sooner it is the same one, sent twice
             os.killpg(child.pid, signal.SIGKILL)
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
@@ -87,7 +90,7 @@ def supervise(command):
         signal.signal(number, pass_on)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C reaches it once
     if received:
-        child.terminate()
+        (stop or subprocess.Popen.terminate)(child)
     status = child.wait()
     if status and received:
         return 128 + received[0]  # torchrun says 1, whatever it was
@@ -159,14 +162,23 @@ def slurm(args, arguments):
         args.nproc_per_node = args.nproc_per_node or (int(gpus) if gpus.isdecimal() else None)
         args.master_port = args.master_port or 20000 + int(env["SLURM_JOB_ID"]) % 10000  # two jobs may share a node
         return
+    array = "SLURM_ARRAY_JOB_ID" in env  # whose last task has the array's own id, which stands for all tasks
+    job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"]
+
+    def stop(srun):
+        subprocess.run(["scancel", "--signal=TERM", job])  # srun would kill the tasks before they have saved
+
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-    status = supervise([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments])
-    saves = any(word.partition("=")[0] == "--snapshot" for word in args.command)
-    if status == 143 and saves:
-        state = ["squeue", "-h", "-j", env["SLURM_JOB_ID"], "-o", "%T"]
+    status = supervise([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], stop)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--snapshot", type=Path)
+    snapshot = parser.parse_known_args(args.command)[0].snapshot
+    if status == 143 and snapshot:
+        state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
-            print("requeued: goes on from the snapshot", flush=True)
-            subprocess.run(["scontrol", "requeue", env["SLURM_JOB_ID"]])
+            how = "goes on from the snapshot" if snapshot.exists() else f"starts anew, there is no {snapshot} yet"
+            print(f"requeued: {how}", flush=True)
+            subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
 
 
@@ -209,7 +221,8 @@ def main():
         if args.simulate:
             sys.exit(simulate(args))
         placed = args.nnodes or args.node_rank is not None or args.master_addr or args.elastic
-        if os.environ.get("SLURM_JOB_ID") and not placed:
+        scheduled = os.environ.get("SLURM_JOB_ID") and not placed
+        if scheduled:
             slurm(args, arguments)
         command = torchrun(args)
     except MeetingError as error:
@@ -217,7 +230,7 @@ def main():
         sys.exit(2)
     shown = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command
     print("+", shlex.join(shown), flush=True)
-    sys.exit(supervise(command))
+    sys.exit(supervise(command, subprocess.Popen.terminate if scheduled else None))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def wait_for_ranks(context, directory):
     """
     processes = context.processes
     # Opened before the ranks end, the last of which would remove it.
-    watch = faults.Watch(dist.FileStore(f"{directory}/store", -1), Ranks(world_size=len(processes)))
+    everyone = Ranks(world_size=len(processes), local_world_size=len(processes))
+    watch = faults.Watch(dist.FileStore(f"{directory}/store", -1), everyone)
 
     def running():
         return {rank: process for rank, process in enumerate(processes) if process.exitcode is None}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -204,20 +205,32 @@ def test_sbatch(kit, slurm):
 
     whole = kit.run("sbatch", "--wait", "-N2", "-o", "whole.log", SCRIPT, *job, "whole.pt", env=env)
     assert whole.status == 0, (kit.path / "whole.log").read_text()
-    steps = len(kit.metrics("m"))
-    number = kit.start("sbatch", "--parsable", "-N2", "-o", "log", SCRIPT, *job, "run.pt", env=env).result().out.strip()
-    end = time.monotonic() + 200
-    while len(kit.metrics("m")) < steps + 5:
-        assert time.monotonic() < end, (kit.path / "log").read_text()
-        time.sleep(0.05)
-    assert kit.start("scancel", "--signal=TERM", number, env=env).result().status == 0
-    while len(kit.metrics("m", "end")) < 2:
-        assert time.monotonic() < end, (kit.path / "log").read_text()
-        time.sleep(0.1)
-    log = (kit.path / "log").read_text()
-    assert "stopped by SIGTERM" in log and "requeued: goes on from the snapshot" in log and "goes on from run.pt" in log
-    one, other = kit.metrics("m", "end")
-    assert one["weights_sha256"] == other["weights_sha256"] and one["world_size"] == other["world_size"] == 2
+    for number, how in enumerate((["--signal=TERM"], ["--batch", "--signal=TERM"], ["--full", "--signal=TERM"])):
+        log, before = kit.path / f"log.{number}", len(kit.metrics("m"))
+        command = ("sbatch", "--parsable", "-N2", "-o", log.name, SCRIPT, *job, f"{number}.pt")
+        identity = kit.start(*command, env=env).result().out.strip()
+        end = time.monotonic() + 200
+        while len(kit.metrics("m")) < before + 5:
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        assert kit.start("scancel", *how, identity, env=env).result().status == 0
+        while len(kit.metrics("m", "end")) < number + 2:
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        for words in ("stopped by SIGTERM", "requeued: goes on from the snapshot", f"goes on from {number}.pt"):
+            assert words in log.read_text(), (how, log.read_text())
+    ends = kit.metrics("m", "end")
+    assert len({line["weights_sha256"] for line in ends}) == 1 and {line["world_size"] for line in ends} == {2}
+
+
+@pytest.mark.slow
+def test_sbatch_array_from_a_path_with_a_space(kit, slurm):
+    env = slurm | {"PATH": f"{ENV['PATH']}:/usr/sbin"}
+    shutil.copytree(kit.path, kit.path / "a kit")
+    array = ("sbatch", "--wait", "-N1", "--array=0-1", "-o", "log.%a", f"a kit/{SCRIPT}")
+    result = kit.run(*array, "--", "ddp_torchrun.py", "--steps", "2", env=env)
+    logs = [(kit.path / f"log.{task}").read_text() for task in (0, 1)]
+    assert result.status == 0 and all("done: 1 epochs, 2 steps" in log for log in logs), logs
 
 
 @pytest.mark.slow
