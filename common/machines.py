@@ -88,6 +88,11 @@ def check_place(args):
         here, address, loopback = is_here(name), address_of(name), is_loopback(name)
     except OSError as error:
         raise MeetingError(f"--master-addr {name}: {error.strerror}; give an address that all machines know") from None
+    if not args.elastic and args.nnodes > 1 and not args.simulated and name.startswith(("127.", "::1", "localhost")):
+        raise MeetingError(
+            f"--master-addr {name} leads each machine to itself: give the address by which others reach node rank 0; "
+            "to try several machines on one, take --simulate"
+        )
     if rank == 0 and not here:
         raise MeetingError(
             f"--node-rank 0 on {socket.gethostname()}, but --master-addr {name} is not its address: give this machine "

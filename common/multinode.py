@@ -32,6 +32,7 @@ def options(arguments):
     parser.add_argument("--timeout", type=whole(1), default=600)
     parser.add_argument("--elastic", type=elastic)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--simulated", action="store_true")  # one of the machines of --simulate
     args = parser.parse_args(arguments[:end])
     command = arguments[end + 1 :]
     if not command or command[0].startswith("-"):
@@ -113,7 +114,7 @@ def simulate(args):
     signal.signal(signal.SIGTERM, end_all)
     signal.signal(signal.SIGINT, end_all)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they would all take the same devices
-    same = [f"--nnodes={args.simulate}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    same = ["--simulated", f"--nnodes={args.simulate}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     same += [f"--nproc-per-node={args.nproc_per_node or 1}", f"--timeout={args.timeout}"]
     same += [f"--elastic={args.elastic}"] * bool(args.elastic) + ["--check"] * args.check
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -220,6 +221,10 @@ def main():
         args = options(arguments)
         if args.simulate:
             sys.exit(simulate(args))
+        if os.environ.get("SLURM_JOB_ID") and args.elastic and not args.master_addr:
+            fail(
+                "--elastic is not for SLURM, whose jobs keep their machines: leave it out; a lost node needs a new job"
+            )
         placed = args.nnodes or args.node_rank is not None or args.master_addr or args.elastic
         scheduled = os.environ.get("SLURM_JOB_ID") and not placed
         if scheduled:

@@ -123,7 +123,7 @@ def test_same_node_rank_twice(kit, machines):
 def test_master_port_taken(kit):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        options = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
+        options = ("--nnodes=2", "--node-rank=0", f"--master-addr={socket.gethostname()}", f"--master-port={port}")
         result = kit.run(SCRIPT, *options, "--nproc-per-node=1", env=ENV, timeout=20)
     assert result.status == 2
     assert len(result.errors) == 1 and f"cannot listen on port {port} (Address already in use)" in result.errors[0]
@@ -140,6 +140,10 @@ def test_master_port_taken(kit):
         (["--epochs=5"], "unrecognized arguments: --epochs=5; what belongs to the script comes after --"),
         (["--nnodes"], "argument --nnodes: expected one argument"),
         (["--nnodes=2", "--", "no.py"], "there is no script no.py"),
+        (
+            ["--nnodes=2", "--node-rank=1", "--master-addr=localhost"],
+            "--master-addr localhost leads each machine to itself",
+        ),
     ],
 )
 def test_wrong_options(kit, options, words):
