@@ -37,9 +37,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -d "$here/common" ]; then # a copy that sbatch made
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} # the array's own id stands for all tasks
     submitted=$(scontrol show job "${job:-$SLURM_JOB_ID}" | sed -n 's/^ *Command=//p') # with its arguments
-    cd "$SLURM_SUBMIT_DIR"
     until [ -f "$submitted" ] || [ "$submitted" = "${submitted% *}" ]; do submitted=${submitted% *}; done
-    here=$(cd "$(dirname "$submitted")" && pwd)
+    here=$(cd "$SLURM_SUBMIT_DIR" && cd "$(dirname "$submitted")" && pwd)
 fi
 case ${1:-} in --help | -h) sed -n '/^# Two/,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # also for --check

@@ -35,7 +35,7 @@ class Watch:
         """timeout: seconds."""
         self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
         self.ended, self.signal, self.host = False, None, socket.gethostname()
-        self.fetched, self.processes = {}, {}
+        self.fetched, self.processes, self.server = {}, {}, "rank 0"
         self.serves = ranks.rank == 0 and not (ranks.serves_store or ranks.has_parent)
 
     def begin(self, backend):
@@ -50,6 +50,9 @@ class Watch:
 
     def announce(self, pid=None):
         self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
+
+    def joined(self):
+        self.server = self.names([0])  # while the store can be asked
 
     def _receive(self, number, frame):
         self.signal = signal.Signals(number)
@@ -284,7 +287,7 @@ def _tell_after_meeting(error):
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
     watch, ranks = process.watch, process.watch.ranks
-    served = f"rank 0, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"
+    served = f"{watch.server}, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"
 
     def give_up():
         write_error(served.format("does not answer"))

@@ -75,6 +75,8 @@ def setup(args, ranks, devices):
             f"{this_machine()}: the ranks did not connect ({str(error).partition(chr(10))[0]}): one of them "
             "failed meanwhile, or not all ports are open between the machines"
         ) from None
+    if process.watch:
+        process.watch.joined()
     process.at_end.callback(leave)
     threads = torch.get_num_threads()
     say(f"world size {ranks.world_size}, device {args.device}, backend {args.backend}, threads per process {threads}")

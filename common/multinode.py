@@ -37,10 +37,10 @@ def options(arguments):
     command = arguments[end + 1 :]
     if not command or command[0].startswith("-"):
         command.insert(0, str(HERE / "ddp_torchrun.py"))
-    elif (HERE / command[0]).is_file():
+    if not Path(command[0]).is_file():
         command[0] = str(HERE / command[0])
     if not Path(command[0]).is_file():
-        fail(f"there is no script {command[0]} here")
+        fail(f"there is no script {Path(command[0]).name} here")
     if not shutil.which("torchrun"):
         fail("torchrun is not found: activate the environment in which torch is installed")
     args.command = command

@@ -75,7 +75,7 @@ def test_fault_of_rank_0_that_serves_the_store(kit, code):
     runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
     zero, one = [run.result(120) for run in runs]
     assert zero.status == (1 if "raise" in code else -9) and one.status == 1
-    gone = f"error: rank 0, which serves the store, is gone: rank 1 lost it {STEP}"
+    gone = f"error: rank 0 on {socket.gethostname()}, which serves the store, is gone: rank 1 lost it {STEP}"
     if "raise" in code:  # rank 1 may still learn what rank 0 told, or not
         assert zero.errors == ["error: " + FAULTS[code][0].replace("rank 1", "rank 0")]
         assert one.errors in ([], [gone])
@@ -92,7 +92,9 @@ def test_store_that_does_not_answer(kit):
     runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
     one = runs[1].result(120)
     assert one.status == 1
-    assert one.errors == [f"error: rank 0, which serves the store, does not answer: rank 1 lost it {STEP}"], one
+    assert one.errors == [
+        f"error: rank 0 on {socket.gethostname()}, which serves the store, does not answer: rank 1 lost it {STEP}"
+    ], one
     kit.kill_all()
 
 
