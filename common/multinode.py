@@ -95,7 +95,12 @@ def supervise(command, stop=None):
     status = child.wait()
     if status and received:
         return 128 + received[0]  # torchrun says 1, whatever it was
-    return status if status >= 0 else 128 - status
+    return shell_status(status)
+
+
+def shell_status(code):
+    """The exit status as shells have it; Python writes a signal's number as a negative one."""
+    return code if code >= 0 else 128 - code
 
 
 def simulate(args):
@@ -131,7 +136,7 @@ def simulate(args):
         time.sleep(0.05)
         failed = [machine.returncode for machine in running if machine.returncode]
         if failed and not status:
-            status = failed[0]
+            status = shell_status(failed[0])
             if not args.elastic:
                 end_all()
     for thread in threads:

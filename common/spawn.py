@@ -114,7 +114,7 @@ def wait_for_ranks(context, directory):
     codes, end = {}, time.monotonic() + 2 * faults.PATIENCE
     while True:
         for rank, code in failed().items():
-            ours = code == -signal.SIGKILL and watch.has_killed()  # it was stuck
+            ours = code == -9 and watch.has_killed()  # SIGKILL, which Windows lacks: it was stuck
             if rank not in codes and not ours:
                 codes[rank] = code
                 told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
