@@ -110,16 +110,13 @@ class Watch:
                 break
             time.sleep(0.01)
 
-    def report(self, kind, why="", waited=0):
-        self._report(self.ranks.rank, kind, process.where(), why, waited, self.ended)
-
-    def report_gone(self, rank, how=""):
-        """Report for a rank that cannot do it any more; how: it ended, in words."""
-        self._report(rank, "gone", "", how, 0, False)
-        self.store.add("left", 1)
-
-    def _report(self, rank, kind, where, why, waited, ended):
-        report = {"rank": rank, "kind": kind, "where": where, "why": why, "waited": waited, "ended": ended}
+    def report(self, kind, why="", waited=0, gone=None):
+        """Let the others know how this rank ended, or the rank `gone`, which cannot tell it any more."""
+        report = {"rank": self.ranks.rank, "kind": kind, "where": process.where(), "why": why, "waited": waited}
+        report["ended"] = self.ended
+        if gone is not None:
+            report |= {"rank": gone, "where": "", "ended": False}
+            self.store.add("left", 1)
         self._set(f"report {self.store.add('reports', 1)}", report)
 
     def reports(self):
@@ -160,7 +157,7 @@ class Watch:
             states = {rank: self.state(rank) for rank in everyone if rank not in reports}
             for rank in [rank for rank, state in states.items() if state == "gone"]:
                 if not self.ranks.has_parent or late:  # a parent knows how it ended
-                    self.report_gone(rank)
+                    self.report("gone", gone=rank)
             reports = self.reports()
             states = {rank: state for rank, state in states.items() if rank not in reports}
             if self.signal:  # others may not have got one, and go on
@@ -184,7 +181,8 @@ class Watch:
         hosts = {}
         for rank in ranks:
             hosts.setdefault(self._process(rank)[0], []).append(rank)
-        return "; ".join(f"rank {few(there)} on {host}" for host, there in hosts.items())
+        names = [f"rank {few(there)} on {host}" for host, there in hosts.items()]
+        return "; ".join(names[:8]) + f"; and {len(names) - 8} machines more" * (len(names) > 8)
 
     def _process(self, rank):
         key = f"process {rank}"
@@ -197,7 +195,7 @@ class Watch:
     def state(self, rank):
         """Of a rank's process: "gone", "stopped" or "running"; "" where this process cannot tell."""
         host, pid, space = self._process(rank)
-        if sys.platform != "linux" or (host, space) != (self.host, _process_space()):
+        if sys.platform != "linux" or host != self.host or space != _process_space():
             return ""
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -126,9 +126,12 @@ def _reach(store, ranks, machine_ranks, address, interface):
                     f"({reason.strerror or reason}): all ports must be open between the machines, and "
                     "GLOO_SOCKET_IFNAME, where it is set, name the interface that leads to the others"
                 )
-            store.set(f"reached {ranks.rank}", error)
-        errors = [store.get(f"reached {rank}").decode() for rank in machine_ranks]
+            if error:
+                store.set("not reached", error)
+            if store.add("tried", 1) == len(machine_ranks):  # the last one tells all
+                store.set("all tried", store.get("not reached") if store.check(["not reached"]) else "")
+        error = store.get("all tried").decode()
     store.add("reached", 1)
-    if any(errors):
+    if error:
         stay(store, "reached", ranks.world_size, ranks)
-        raise RunError(next(filter(None, errors)))
+        raise RunError(error)

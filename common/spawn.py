@@ -119,7 +119,7 @@ def wait_for_ranks(context, directory):
                 codes[rank] = code
                 told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
                 if code not in told and rank not in watch.reports():
-                    watch.report_gone(rank, _how(code))
+                    watch.report("gone", _how(code), gone=rank)
         left = running()
         if all(watch.state(rank) == "stopped" for rank in left) or time.monotonic() > end:
             break

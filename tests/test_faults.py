@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from harness import PYTHON, free_port, torchrun
+from harness import PYTHON, ROOT, free_port, torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -146,6 +146,21 @@ def test_validation_on_rank_0_alone(kit, command):
     assert result.status == 1 and len(result.errors) == 1, result
     assert "rank 0 in the evaluation after epoch 1" in result.errors[0], result
     assert "rank 1 in " in result.errors[0], result
+
+
+def test_line_stays_short_however_many_ranks_there_are():
+    sys.path.insert(0, str(ROOT))
+    from common import faults
+    from common.place import Ranks
+
+    store = torch.distributed.HashStore()
+    for rank in range(1024):
+        watch = faults.Watch(store, Ranks(rank, 1024, rank % 16, 16, "torchrun"))
+        watch.host = f"h{rank // 16}"
+        watch.announce()
+    line = watch.names(range(1024))
+    assert line.startswith("rank 0, 1, 2, 3, 4, 5, 6, 7 and 8 more on h0; rank 16, ")
+    assert line.endswith(" on h7; and 56 machines more")
 
 
 @pytest.mark.slow
