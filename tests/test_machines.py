@@ -231,6 +231,7 @@ def test_sbatch(kit, slurm):
 def test_sbatch_array_from_a_path_with_a_space(kit, slurm):
     env = slurm | {"PATH": f"{ENV['PATH']}:/usr/sbin"}
     shutil.copytree(kit.path, kit.path / "a kit")
+    shutil.rmtree(kit.path / "common")
     array = ("sbatch", "--wait", "-N1", "--array=0-1", "-o", "log.%a", f"a kit/{SCRIPT}")
     result = kit.run(*array, "--", "ddp_torchrun.py", "--steps", "2", env=env)
     logs = [(kit.path / f"log.{task}").read_text() for task in (0, 1)]
