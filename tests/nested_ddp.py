@@ -6,11 +6,13 @@ torchrun --nproc_per_node=2 nested_ddp.py WEIGHTS ACCUM CLIP PRECISION
 """
 
 import contextlib
+import gc
 import hashlib
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which it would keep alive
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -58,7 +60,12 @@ def main():
             digest.update(parameter.detach().numpy().tobytes())
         with open(digest_file, "w") as file:  # noqa: PTH123 - as plain as can be
             file.write(digest.hexdigest())
+    # Let go in the kit's order: the interpreter's end with DDP alive aborts now and then.
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    del ddp
+    gc.collect()
+    del group
 
 
 if __name__ == "__main__":
