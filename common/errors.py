@@ -92,6 +92,13 @@ def entry(main):
     return wrapper
 
 
+def stop_signals():
+    """The signals by which a run is stopped; a closed terminal's where `nohup` does not let it be ignored."""
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    ignored = hangup is None or signal.getsignal(hangup) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if ignored else [hangup])
+
+
 def tell_alone(error):
     """Tell of the exception that ends a process which has not met others. Returns the exit status."""
     if isinstance(error, SystemExit):

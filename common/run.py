@@ -1,10 +1,8 @@
 """What the training loop iterates over: epochs, micro-batches, exact evaluation, agreement, metrics."""
 
 import contextlib
-import copy
 import gc
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -21,7 +19,7 @@ from tqdm import tqdm
 
 from common import job, ranks, snapshot
 from common.data import ResumableSampler, check_set, iterate, move, test_loader
-from common.errors import RunError, Stopped, UserError, describe, process
+from common.errors import RunError, Stopped, UserError, describe, process, stop_signals
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which a killed process leaves a warning
 
@@ -29,12 +27,12 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which a kille
 
 
 class Stop:
-    """SIGTERM or Ctrl-C, as this rank received it."""
+    """SIGTERM, Ctrl-C or a closed terminal, as this rank received it."""
 
     def __init__(self):
         self.received, self.received_at = 0, 0.0  # number of the signal
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
+        for number in stop_signals():
+            signal.signal(number, self.receive)
 
     def receive(self, number, frame):
         if not self.received:
@@ -100,17 +98,18 @@ class Run:
         self.seconds = self.loss_sum = self.loss_share = self.began = 0.0
         self.loss = self.lr = self.step_loss = self.saved = self.scales = None  # saved: where the newest snapshot is
         self.losses, self.rates, self.scores, self.test_loaders, self.bad_loss = [], [], {}, {}, (0, 0.0, 0.0)
-        self.step_due = self.rehearsing = self.in_batches = self.broken = self.ended = False
+        self.step_due = self.in_batches = self.broken = self.ended = False
         self.gradients_checked = self.names_checked = False
         self.doing, process.where = "the start", self._where
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         snapshot.seed(args.seed)
         self.snapshots = self.stop = None
-        self.rehearsal_due = False
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
             self._resume(self.snapshots.resume())
             self.stop = Stop()
+        if ranks.world_size() > 2:
+            arrange_gradients(wrapped)
         self.in_training, self.in_evaluation = EachSecond(self.device), EachSecond(self.device)
         self.output = Log(args)
         ranks.from_rank(0, self.output.open)  # last, since it writes
@@ -121,7 +120,6 @@ class Run:
         self.saved = position["epoch"], position["step"], position["ended"]
         self.epoch, self.step, self.ended = position["epoch"], position["step"], position["ended"]
         self.step_count, self.loss_sum, self.lr = position["step_count"], position["loss_sum"], position["lr"]
-        self.rehearsal_due = any(isinstance(one, DDP) for one in self.wrapped.modules()) and ranks.world_size() > 2
         at = f"{self.args.snapshot} after {self._at()}"
         if self._left() or self._epochs_left():
             ranks.say(f"goes on from {at}")
@@ -157,9 +155,8 @@ class Run:
     def batches(self):
         """Iterate over the micro-batches that are left of the epoch. `step_due` is true with the last of each step.
 
-        Give each loss to `record`, and take an optimizer step where one is due. On more than two ranks a resumed run
-        gets its first micro-batch twice, and the first time neither counts nor steps: see `_rehearse`. A `break` that
-        all ranks make at the same step ends the epoch early. Raises `UserError` on a rank that does not record or step,
+        Give each loss to `record`, and take an optimizer step where one is due. A `break` that all ranks make at the same
+        step ends the epoch early. Raises `UserError` on a rank that does not record or step,
         `RunError` on all ranks, about a second later at most, where a loss is not finite.
         """
         self._settle()
@@ -171,13 +168,8 @@ class Run:
         with tqdm(total=steps, desc=title, leave=False, disable=None if ranks.rank() == 0 else True) as self.bar:
             batches = iterate(self.loader) if steps else None
             try:
-                for number in range(steps):
-                    if not number and self.rehearsal_due:
-                        first = next(batches)
-                        yield from self._rehearse(copy.deepcopy(first))
-                        batches = itertools.chain([first], batches)
+                for _ in range(steps):
                     for left in reversed(range(self.args.accum)):
-                        self.step_due = not left
                         if left:
                             with self._local_gradients():
                                 yield next(batches)
@@ -190,33 +182,6 @@ class Run:
                 self.broken = True
                 raise
         self._close()
-
-    def _rehearse(self, batch):
-        """Yield the first micro-batch of a resumed run, and leave no trace of what is done with it.
-
-        After its first backward DDP arranges the gradients anew, in the order in which they became ready. From then on
-        three ranks and more add them up in another order, so that without this a run that goes on would differ in the
-        last digits. It costs one step of a run; find_unused_parameters=True avoids the rearrangement, but costs time in
-        every step.
-        """
-        self.rehearsal_due, self.rehearsing, self.step_due = False, True, False
-        modules = [self.wrapped, *(one for one in self.named.values() if isinstance(one, torch.nn.Module))]
-        buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-        extra = [(one, _extra_state(one)) for one in modules[1:]]
-        others = [one for one in self.named.values() if not isinstance(one, (torch.nn.Module, Optimizer))]
-        states = [(one, copy.deepcopy(snapshot.get_state(one))) for one in others]
-        random = snapshot.random_states(self.wrapped)
-        yield batch
-        for parameter in self.wrapped.parameters():
-            parameter.grad = None
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        for module, state in extra:
-            module.load_state_dict(state, strict=False)
-        for one, state in states:
-            snapshot.set_state(one, state)
-        snapshot.set_random_states(random, self.wrapped)
-        self.rehearsing = False
 
     @contextlib.contextmanager
     def _local_gradients(self):
@@ -233,8 +198,6 @@ class Run:
 
     def record(self, loss):
         """Count a micro-batch with its loss, a scalar: the mean over it. It is read about once a second."""
-        if self.rehearsing:
-            return
         loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
         if loss.ndim:
             raise UserError(f"run.record: the loss has the shape {list(loss.shape)}, but must be a scalar, the mean")
@@ -244,7 +207,8 @@ class Run:
     # ------------------------------------------------------------------------------------------- steps
 
     def _before_step(self):
-        self.stepped, self.lr = 0, self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
+        self.step_due, self.stepped = True, 0
+        self.lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         # What the scale is now, without waiting for it: a step that fp16 skips changes it.
         self.scales = [scaler.scale(torch.ones((), device=self.device)) for scaler in self.scalers]
 
@@ -252,7 +216,7 @@ class Run:
         if not self.step_due:
             raise UserError(
                 f"an optimizer stepped{self._on_rank()} in {self._where()} before all of the step's {self.args.accum} "
-                "micro-batches were seen, or in a rehearsal: step where run.step_due is true"
+                "micro-batches were seen: step where run.step_due is true"
             )
         self.stepped += 1
         if not self.gradients_checked:
@@ -487,7 +451,7 @@ class Run:
     def log(self, **values):
         """Log what the user measures, numbers or scalar tensors of rank 0, every --log-every steps."""
         step = self.step_count + bool(self.step_due)
-        if self.output.wanted and not self.rehearsing and not (self.in_batches and step % self.args.log_every):
+        if self.output.wanted and not (self.in_batches and step % self.args.log_every):
             self.output.write("log", values, epoch=self.epoch + 1, step=step)
 
     def _finish(self):
@@ -508,9 +472,21 @@ class Run:
         self.output.write("end", self.scores, **end, weights_sha256=weights_sha256(self.model))
 
 
-def _extra_state(module):
-    state = module.state_dict()
-    return copy.deepcopy({name: value for name, value in state.items() if name.endswith("_extra_state")})
+def arrange_gradients(model):
+    """Let DDP arrange the gradients now, the last parameter's first, and not after its first backward pass.
+
+    From that on three ranks and more add them up in another order, so that a run that goes on after a resume, whose
+    first backward is a later one, would differ in the last digits. So each run has one order from its first step on.
+    With `static_graph=True` DDP allows no backward but the model's own: such a run differs in the last digits.
+    """
+    for ddp in [one for one in model.modules() if isinstance(one, DDP) and not one.static_graph]:
+        ddp.reducer.prepare_for_backward([])  # as its forward pass does; torch has no public name for it
+        sparse = {id(one.weight) for one in ddp.modules() if getattr(one, "sparse", False)}
+        parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        for one in reversed(parameters):
+            one.backward(torch.zeros_like(one, layout=torch.sparse_coo if id(one) in sparse else torch.strided))
+        for one in parameters:
+            one.grad = None
 
 
 def _device_of(value, default):

@@ -1,4 +1,4 @@
-"""The toy job in DDP by hand: nested loops, and nothing of `common` but the job.
+"""The toy job in DDP by hand: nested loops, and nothing of `common` but the job and the order of the gradients.
 
 The flat loop takes its steps bit for bit.
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import job
+from common.run import arrange_gradients
 
 EPOCHS, BATCH = 3, 96
 
@@ -35,6 +36,8 @@ def main():
     loader = DataLoader(train_set, BATCH // dist.get_world_size() // accum, sampler=sampler)
     model = job.ToyModel()
     ddp = DDP(model, gradient_as_bucket_view=True)
+    if dist.get_world_size() > 2:
+        arrange_gradients(ddp)
     optimizer, schedule = job.make_optimizer(model, Options, 42)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     for epoch in range(EPOCHS):
