@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from common import ranks
-from common.errors import UserError, die_with_parent
+from common.errors import UserError, die_with_parent, stop_signals
 
 
 def check_sets(train_set, test_set):
@@ -163,8 +163,8 @@ def loader_options(args, device, collate):
 def start_worker(_worker):
     die_with_parent()
     # Ctrl-C and schedulers signal all processes, but this one's rank needs its batches until all ranks stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def iterate(loader):

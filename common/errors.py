@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
+import io
 import os
 import signal
 import sys
@@ -68,9 +70,8 @@ def entry(main):
 
     @functools.wraps(main)
     def wrapper(*args):
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding lacks
-        signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        open_streams()
+        signals = {number: signal.getsignal(number) for number in stop_signals()}
         status, finished = 0, False
         try:
             main(*args)
@@ -90,6 +91,37 @@ def entry(main):
             sys.exit(status)
 
     return wrapper
+
+
+class Stream(io.FileIO):
+    """Standard output or standard error. Where it is closed or full nothing ends: what cannot be printed is let go."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if self.fileno() == 1 and error.errno == errno.ENOSPC:
+                sys.stderr.write(f"standard output: {error.strerror}; what is printed from here on is lost\n")
+            return len(data)
+
+
+def open_streams():
+    """Let what is printed come out line by line, whole among other processes' lines, and see `Stream`."""
+    if sys.platform == "win32":
+        return
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # one was closed from the start: else a snapshot's file might take its number
+    os.close(null)
+    for number, name in (1, "stdout"), (2, "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or type(stream) is io.TextIOWrapper:  # else a notebook's
+            buffer = io.BufferedWriter(Stream(number, "w", closefd=False))
+            encoding = stream.encoding if stream else "utf-8"
+            # A path may hold what the terminal's encoding lacks.
+            setattr(sys, name, io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True))
 
 
 def stop_signals():

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.errors import UserError, describe, process, write_error
+from common.errors import UserError, describe, process, stop_signals, write_error
 from common.start import leave_for_torchrun, tell_before_meeting
+from common.waiting import few
 
 PATIENCE = 4  # seconds in which the ranks that live report
 
@@ -46,7 +47,8 @@ class Watch:
         faulthandler.enable()  # NCCL aborts a process whose collective takes too long
         # With NCCL no handler could run while this process waits for the others.
         if not self.ranks.has_parent and backend == "gloo":
-            signal.signal(signal.SIGTERM, self._receive)
+            for number in set(stop_signals()) - {signal.SIGINT}:
+                signal.signal(number, self._receive)
 
     def announce(self, pid=None):
         self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
@@ -181,8 +183,7 @@ class Watch:
         hosts = {}
         for rank in ranks:
             hosts.setdefault(self._process(rank)[0], []).append(rank)
-        names = [f"rank {few(there)} on {host}" for host, there in hosts.items()]
-        return "; ".join(names[:8]) + f"; and {len(names) - 8} machines more" * (len(names) > 8)
+        return few([f"rank {few(there)} on {host}" for host, there in hosts.items()], "; ", "machines more")
 
     def _process(self, rank):
         key = f"process {rank}"
@@ -251,10 +252,6 @@ def places(reports):
     return ", ".join(f"rank {few(there)} in {where}" for where, there in ranks.items())
 
 
-def few(ranks):
-    return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
-
-
 def show_and_kill(pids):
     """Let processes that are stuck show their stacks, and kill them."""
     for number, pause in ((getattr(signal, "SIGUSR2", None), 0.5), (getattr(signal, "SIGKILL", None), 0)):
@@ -284,7 +281,7 @@ process.tell = tell
 
 def _tell_after_meeting(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
     watch, ranks = process.watch, process.watch.ranks
     served = f"{watch.server}, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"

@@ -54,6 +54,8 @@ class Options(argparse.ArgumentParser):
         options = super().parse_args(*args)
         if options.save_every and not options.snapshot:
             raise UserError("--save-every needs --snapshot PATH: the file to save to")
+        if options.snapshot and not is_utf8(options.snapshot):
+            raise UserError(f"--snapshot {options.snapshot}: torch reads no path that is not UTF-8")
         written = [path.absolute() for path in (options.metrics, options.tensorboard, options.snapshot) if path]
         if options.snapshot:
             written += [Path(f"{written[-1]}{suffix}") for suffix in (".prev", ".tmp")]
@@ -81,6 +83,13 @@ def device_type(name):
         have = f"cpu and {found.type}" if found else "cpu"
         raise UserError(f"--device {name}: this torch finds {have} here; name a kind, without an index")
     return name
+
+
+def is_utf8(path):
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def check_precision(args):

@@ -116,6 +116,8 @@ def ranks_from_environment(args):
         return Ranks()
     if getattr(args, "nprocs", None):
         raise UserError(f"--nprocs {args.nprocs}: {ranks.launcher} has started the processes, leave it out")
+    if ranks.world_size < 1:
+        raise UserError(f"world size is {ranks.world_size} but must be at least 1: see {ranks.launcher}'s variables")
     for what, value, below in [
         ("rank", ranks.rank, ranks.world_size),
         ("local rank", ranks.local_rank, ranks.local_world_size),

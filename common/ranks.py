@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import RunError, UserError, process
-from common.waiting import label
+from common.waiting import few, label
 
 
 def rank():
@@ -91,8 +91,7 @@ def differences(values, labels):
             names.append(name)
     if len(places) == 1:
         return ""
-    short = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4) for names in places.values()]
-    return ", ".join(f"{value} at {names}" for value, names in zip(places, short, strict=True))
+    return ", ".join(f"{value} at {few(names)}" for value, names in places.items())
 
 
 def this_machine():
@@ -129,5 +128,4 @@ def check_same_weights(model, device):
     found = gather([differs[0] + 1 if differs else 0], device).flatten().long().tolist()
     if ranks := [rank for rank, number in enumerate(found) if number]:
         name = names[min(found[rank] for rank in ranks) - 1]
-        some = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
-        raise RunError(f"the weights of rank {some} differ from those of rank 0, first in {name}")
+        raise RunError(f"the weights of rank {few(ranks)} differ from those of rank 0, first in {name}")

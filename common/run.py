@@ -20,6 +20,7 @@ from tqdm import tqdm
 from common import job, ranks, snapshot
 from common.data import ResumableSampler, check_set, iterate, move, test_loader
 from common.errors import RunError, Stopped, UserError, describe, process, stop_signals
+from common.waiting import few
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which a killed process leaves a warning
 
@@ -155,9 +156,9 @@ class Run:
     def batches(self):
         """Iterate over the micro-batches that are left of the epoch. `step_due` is true with the last of each step.
 
-        Give each loss to `record`, and take an optimizer step where one is due. A `break` that all ranks make at the same
-        step ends the epoch early. Raises `UserError` on a rank that does not record or step,
-        `RunError` on all ranks, about a second later at most, where a loss is not finite.
+        Give each loss to `record`, and take an optimizer step where one is due. A `break` that all ranks make at the
+        same step ends the epoch early. Raises `UserError` on a rank that does not record or step, `RunError` on all
+        ranks, about a second later at most, where a loss is not finite.
         """
         self._settle()
         self.sampler.set_epoch(self.epoch, self.step)
@@ -303,7 +304,7 @@ class Run:
         names = [name for name, value in self.model.named_parameters() if value.requires_grad and value.grad is None]
         if not names:
             return
-        line = f"no gradient reaches {', '.join(names[:8])}" + f" and {len(names) - 8} more" * (len(names) > 8)
+        line = f"no gradient reaches {few(names)}"
         if isinstance(self.wrapped, DDP) and not (self.wrapped.find_unused_parameters or self.wrapped.static_graph):
             raise UserError(
                 f"{line}: use them in forward, set requires_grad=False, or give DDP find_unused_parameters=True"
@@ -315,17 +316,14 @@ class Run:
     def _look_at_losses(self):
         """Add this rank's new losses to its share. Returns whether one is not finite, as `bad_loss` then has it."""
         losses = torch.stack(self.losses).tolist() if self.losses else []
-        bad = [(self.step_count - len(losses) + number, loss) for number, loss in enumerate(losses, 1)]
-        bad = [(*row, rate) for row, rate in zip(bad, self.rates, strict=True) if not math.isfinite(row[1])]
-        for loss in losses:  # one by one: the sum shall not depend on when this is called
-            self.loss_share += loss
+        for step, (loss, rate) in enumerate(zip(losses, self.rates, strict=True), self.step_count - len(losses) + 1):
+            self.loss_share += loss  # one by one: the sum shall not depend on when this is called
+            if not math.isfinite(loss) and not self.bad_loss[0]:
+                self.bad_loss = step, loss, rate
         if losses and self.in_batches:
             self.bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
-        self.losses.clear()
-        self.rates.clear()
-        if bad:
-            self.bad_loss = bad[0]
-        return bool(bad)
+        self.losses, self.rates = [], []
+        return self.bad_loss[0] > 0
 
     def _refuse_bad_losses(self):
         """Raise `RunError`, since `_look_at_losses` of some rank has found one."""

@@ -62,11 +62,12 @@ class Snapshots:
             state = self._read()
         except UserError as found:
             error = found
-        finds = ranks.gather_objects((error, state and [state["run"]["position"]["step_count"], state["run"]["id"]]))
-        for error, _ in finds:
-            if error:
-                raise error
-        keys = [key for _, key in finds]
+        key = state and [state["run"]["position"]["step_count"], state["run"]["id"]]
+        finds = ranks.gather_objects((error, key, ranks.this_machine()))
+        if failed := [(error, machine) for error, _, machine in finds if error]:
+            error, machine = failed[0]
+            raise error if len(failed) == len(finds) else UserError(f"{machine}: {error}")
+        keys = [key for _, key, _ in finds]
         if not any(keys):
             return None
         newest = max(key for key in keys if key)
@@ -179,8 +180,11 @@ class Snapshots:
         way_out = f"move it away to start anew{way_out and ', or '}{way_out}"
         try:
             # torch does not look at the checksums that it writes. One process of a machine looks at all of the file.
-            if process.local_rank == 0 and (damaged := zipfile.ZipFile(self.path).testzip()):
-                raise ValueError(f"{damaged} in it is damaged")
+            with zipfile.ZipFile(self.path) as file:
+                if not any(name.endswith("/data.pkl") for name in file.namelist()):
+                    raise ValueError("torch has not written it")
+                if process.local_rank == 0 and (damaged := file.testzip()):
+                    raise ValueError(f"{damaged} in it is damaged")
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
             if not isinstance(state, dict) or not {"settings", "position", "own"} <= dict(state.get("run", {})).keys():
                 raise ValueError("torch reads it, but it is no snapshot of this kit")
@@ -252,30 +256,19 @@ def _describe(state, name):
     return value if name not in state else "no tensor"
 
 
-def refused(value, *path):
-    """Under which keys lies what `weights_only` refuses, and what it is, in words; None where there is nothing."""
-    if isinstance(value, dict):
-        items = [pair for key, item in value.items() for pair in ((key, (*path, repr(key))), (item, (*path, str(key))))]
-    else:
-        items = (
-            [(item, (*path, str(index))) for index, item in enumerate(value)] if type(value) in (list, tuple) else []
-        )
-    for item, where in items:
-        if found := refused(item, *where):
-            return found
-    if items or type(value) is torch.Tensor:
-        return None
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:  # of any class
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return (
-            f"under {' → '.join(path)} lies a {kind}, which torch does not load with weights_only=True: keep a plain "
-            f"number, string, list, dict or tensor there ({describe(error)[:80]})"
-        )
+def refused(state):
+    """Which of the states torch would not read again, and why, in words; None where it reads all."""
+    for name, one in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(one, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # of any class
+            return (
+                f"torch does not load {name} with weights_only=True, {_cause(error)}: keep plain numbers, strings, "
+                "lists, dicts and tensors there"
+            )
     return None
 
 

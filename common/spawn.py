@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common import faults
-from common.errors import die_with_parent, process, write_error
+from common.errors import die_with_parent, process, stop_signals, write_error
 from common.place import Ranks, local_devices, resolve_backend
 from common.start import refuse_launcher
 
@@ -46,7 +46,7 @@ def spawning(args, each=1):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
-    signals = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = {number: signal.signal(number, stop) for number in stop_signals()}
     directory = tempfile.mkdtemp(prefix="ddp-")
     tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
     try:

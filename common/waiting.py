@@ -32,6 +32,12 @@ def stay(store, key, count, ranks):
         time.sleep(0.01)
 
 
+def few(items, separator=", ", more="more"):
+    """Items in words; of many the first eight, and how many there are beside them."""
+    items = list(map(str, items))
+    return separator.join(items[:8]) + f" and {len(items) - 8} {more}" * (len(items) > 8)
+
+
 def label(node_rank, host):
     return f"node {node_rank} ({host})"
 
