@@ -64,10 +64,10 @@ def test_lines_of_several_ranks_stay_whole(kit):
     kit.edit("common/job.py", line, f"        say()\n{line}")
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write("\n\ndef say():\n    print('a', *range(30), 'z')\n")
-    result = kit.run(*SPAWN, "--nprocs", "2", "--epochs", "10")
+    result = kit.run(*SPAWN, "--nprocs", "2", "--epochs", "20")
     lines = [line for line in result.out.splitlines() if re.search("[az] ?[0-9]|[0-9] ?[az]", line)]
     lines = [line for line in lines if not line.startswith(("world", "epoch", "done"))]
-    assert len(lines) > 500 and set(lines) == {"a " + " ".join(map(str, range(30))) + " z"}
+    assert len(lines) > 700 and set(lines) == {"a " + " ".join(map(str, range(30))) + " z"}
 
 
 @pytest.mark.parametrize("size", ["0", "-1"])
