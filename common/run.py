@@ -475,9 +475,11 @@ def arrange_gradients(model):
 
     From that on three ranks and more add them up in another order, so that a run that goes on after a resume, whose
     first backward is a later one, would differ in the last digits. So each run has one order from its first step on.
-    With `static_graph=True` DDP allows no backward but the model's own: such a run differs in the last digits.
+    With `find_unused_parameters=True` DDP keeps its first order. With `static_graph=True` it allows no backward but the
+    model's own: such a run differs in the last digits.
     """
-    for ddp in [one for one in model.modules() if isinstance(one, DDP) and not one.static_graph]:
+    some = [one for one in model.modules() if isinstance(one, DDP)]
+    for ddp in [one for one in some if not (one.find_unused_parameters or one.static_graph)]:
         ddp.reducer.prepare_for_backward([])  # as its forward pass does; torch has no public name for it
         sparse = {id(one.weight) for one in ddp.modules() if getattr(one, "sparse", False)}
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]

@@ -248,6 +248,14 @@ def test_models_as_torch_has_them(kit):
     assert saved["tied"].data_ptr() == saved["net2.weight"].data_ptr()
 
 
+@slow
+@pytest.mark.parametrize("code", ["find_unused_parameters=True,", "bucket_cap_mb=0.01,"])
+def test_other_order_of_gradients(kit, code):
+    views = "        gradient_as_bucket_view=True,"
+    kit.edit("ddp_torchrun.py", views, f"{views} {code}")
+    goes_on_exactly(kit, torchrun(3, "ddp_torchrun.py"))
+
+
 # -------------------------------------------------------------------------------------------- evaluation of any set
 
 
