@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from harness import Kit, Preloaded, free_port
+from harness import Kit, free_port
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # tests of single functions import `common`
 
@@ -22,15 +21,7 @@ def kit(tmp_path):
     kit = Kit(tmp_path)
     yield kit
     kit.kill_all()
-
-
-@pytest.fixture
-def scripts(kit):
-    if sys.platform == "win32":
-        pytest.skip("forks")
-    scripts = Preloaded(kit)
-    yield scripts
-    scripts.close()
+    kit.directory.cleanup()
 
 
 @pytest.fixture
@@ -106,6 +97,8 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 
 def pytest_collection_modifyitems(items):
+    import torch  # not above: what hands the tests to the workers does not need it
+
     if not torch.accelerator.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -2,12 +2,13 @@
 
 The flat loop takes its steps bit for bit.
 
-torchrun --nproc_per_node=2 nested_ddp.py WEIGHTS ACCUM CLIP PRECISION
+torchrun --nproc_per_node=2 nested_ddp.py WEIGHTS ACCUM CLIP PRECISION --init-method URL
 """
 
 import contextlib
 import gc
 import hashlib
+import os
 import sys
 
 import torch
@@ -28,7 +29,8 @@ class Options:
 
 def main():
     digest_file, accum, clip, precision = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
-    dist.init_process_group("gloo")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=sys.argv[-1], rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     train_set, _ = job.load_data()

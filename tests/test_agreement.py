@@ -1,8 +1,10 @@
 """Every pattern at every world size takes the same steps: the agreement test."""
 
+import functools
+
 import pytest
 import torch
-from harness import PYTHON, torchrun
+from harness import PYTHON, forked, forked_ranks, torchrun
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import job
@@ -12,21 +14,22 @@ OPTIONS = ("--precision", "fp64", "--epochs", EPOCHS, "--batch-size", BATCH, "--
 LAUNCH = (PYTHON, "-m", "torch.distributed.launch")
 
 COMMANDS = {
-    "dp": ("python", "dp_train.py"),
-    "dp-accum-4": ("python", "dp_train.py", "--accum", "4"),
-    **{f"spawn-{n}": ("python", "ddp_spawn.py", "--nprocs", n) for n in (1, 2, 3, 4)},
-    "spawn-accum-2": ("python", "ddp_spawn.py", "--accum", "2"),
-    "alone": ("python", "ddp_torchrun.py"),
-    **{f"torchrun-{n}": torchrun(n, "ddp_torchrun.py") for n in (1, 2, 4)},
-    "torchrun-accum-2": torchrun(2, "ddp_torchrun.py", "--accum", "2"),
-    "torchrun-accum-4": torchrun(2, "ddp_torchrun.py", "--accum", "4"),
+    "dp": forked("dp_train.py"),
+    "dp-accum-4": forked("dp_train.py", "--accum", "4"),
+    **{f"spawn-{n}": forked("ddp_spawn.py", "--nprocs", n) for n in (1, 2, 3, 4)},
+    "spawn-accum-2": forked("ddp_spawn.py", "--accum", "2"),
+    "alone": forked("ddp_torchrun.py"),
+    **{f"ranks-{n}": forked_ranks(n, "ddp_torchrun.py") for n in (1, 2, 4)},
+    "ranks-accum-4": forked_ranks(2, "ddp_torchrun.py", "--accum", "4"),
+    "torchrun": torchrun(2, "ddp_torchrun.py", "--accum", "2"),
     "launch": (*LAUNCH, "--nproc_per_node=2", "ddp_torchrun.py"),
-    "model-parallel": ("python", "model_parallel_ddp.py"),
+    "model-parallel": forked("model_parallel_ddp.py"),
     "model-parallel-torchrun": torchrun(2, "model_parallel_ddp.py"),
-    "model-parallel-accum-2": ("python", "model_parallel_ddp.py", "--nprocs", "1", "--accum", "2"),
+    "model-parallel-accum-2": forked("model_parallel_ddp.py", "--nprocs", "1", "--accum", "2"),
 }
 
 
+@functools.cache
 def plain_loop(clip=None):
     """The same job as anyone would write it for one process: (loss of each step, scores of each epoch, weights)."""
     torch.set_default_dtype(torch.float64)
@@ -84,13 +87,10 @@ def agree(kit, command, *options, clip=None):
     return max((state[name] - weights[name]).abs().max().item() for state in saved for name in weights)
 
 
-SOON = ("dp", "spawn-2", "torchrun-2", "model-parallel")
-
-
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, id=name, marks=() if name in SOON else pytest.mark.slow)
+        pytest.param(command, id=name, marks=pytest.mark.slow if "-m" in command else ())
         for name, command in COMMANDS.items()
     ],
 )
@@ -103,15 +103,13 @@ def test_agreement_with_the_plain_loop(kit, command, record_property):
 
 @pytest.mark.parametrize(
     "command",
-    [COMMANDS["spawn-2"], COMMANDS["torchrun-accum-4"]],
+    [COMMANDS["spawn-2"], COMMANDS["ranks-accum-4"]],
     ids=["spawn", "accum"],
 )
-@pytest.mark.slow
 def test_agreement_of_clipping(kit, command):
     assert agree(kit, command, "--clip", "0.5", clip=0.5) < 1e-9
 
 
-@pytest.mark.slow
 def test_micro_batches_communicate_once_a_step(kit):
     """DDP's communication hook counts: one all-reduce a step (the model fits into one bucket), whatever --accum is."""
     kit.edit(
@@ -125,6 +123,6 @@ def test_micro_batches_communicate_once_a_step(kit):
     )
     end = "        run.evaluate(test_set)\n"
     kit.edit("ddp_spawn.py", end, f"{end}    rank or print(f'calls {{len(calls)}}')\n")
-    result = kit.run("python", "ddp_spawn.py", "--steps", "10", "--accum", "4")
+    result = kit.run(*forked("ddp_spawn.py", "--steps", "10", "--accum", "4"))
     assert result.status == 0, result.err
     assert "calls 10\n" in result.out

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import torchrun
+from harness import forked, forked_ranks
 
 SNAPSHOT = ("--snapshot", "run.pt", "--save-every", "5")
-ALONE = ("python", "ddp_torchrun.py")
-SPAWN = ("python", "ddp_spawn.py")
-PARALLEL = ("python", "dp_train.py")
+ALONE = forked("ddp_torchrun.py")
+SPAWN = forked("ddp_spawn.py")
+PARALLEL = forked("dp_train.py")
 slow = pytest.mark.slow
 
 # Lines of the scripts and of the job, which the tests edit as a user would.
@@ -69,7 +69,7 @@ def same(one, other):
 
 def goes_on_exactly(kit, command, *options, epochs=3):
     """Kill a run in its second epoch, go on, and compare all that is named with an undisturbed run's; both results."""
-    script = command[-1] if "-m" in command else command[1]
+    script = command[1]
     kit.edit(script, ZERO, DIE)
     kit.edit(script, "import torch\n", "import os\n\nimport torch\n")
     options = ("--epochs", epochs, *options)
@@ -113,11 +113,11 @@ def test_schedules(kit, schedule):
 
 
 @pytest.mark.parametrize(
-    "command", [SPAWN, pytest.param(torchrun(3, "ddp_torchrun.py"), marks=slow)], ids=["spawn", "torchrun-3"]
+    "command", [SPAWN, pytest.param(forked_ranks(3, "ddp_torchrun.py"), marks=slow)], ids=["spawn", "three"]
 )
 def test_ema_second_optimizer_best_value_and_generator(kit, command):
     """As a user adds them to the script; NumPy's numbers among them, which torch would not read again."""
-    script = command[1] if command == SPAWN else command[-1]
+    script = command[1]
     kit.edit(
         script,
         RUN,
@@ -241,7 +241,7 @@ def test_models_as_torch_has_them(kit):
         "        self.extra['seen'] += self.training\n        self.calls += 1\n"
         f"{FORWARD.rstrip()} * (self.phase * self.phase.conj()).real.to(pixels.dtype)\n",
     )
-    command = torchrun(3, "ddp_torchrun.py")
+    command = forked_ranks(3, "ddp_torchrun.py")
     goes_on_exactly(kit, command)
     saved = states(kit, "run.pt")["model"]
     assert saved["_extra_state"] == {"seen": 42} and "calls" not in saved
@@ -530,13 +530,13 @@ def test_fsdp2(kit, nproc):
         "from torch.nn.parallel import DistributedDataParallel as DDP", "from torch.distributed.fsdp import fully_shard"
     )
     (kit.path / "ddp_torchrun.py").write_text(script)
-    command = torchrun(nproc, "ddp_torchrun.py")
+    command = forked_ranks(nproc, "ddp_torchrun.py")
     goes_on_exactly(kit, command, *options)
     expected, found = states(kit, "plain.pt"), states(kit, "run.pt")
     for name, value in expected["model"].items():
         assert (value - found["model"][name]).abs().max() < 1e-9
     run(kit, command, "--epochs", "3", *options, "--snapshot", "other.pt", "--steps", "17")
-    run(kit, torchrun(1, "ddp_torchrun.py"), "--epochs", "3", *options, "--snapshot", "other.pt")
+    run(kit, forked_ranks(1, "ddp_torchrun.py"), "--epochs", "3", *options, "--snapshot", "other.pt")
     other = states(kit, "other.pt")
     for name, value in expected["model"].items():
         assert (value - other["model"][name]).abs().max() < 1e-9
@@ -561,7 +561,7 @@ def test_main_can_be_called_with_arguments(kit, script):
         f"    {script}.main(['--epochs', '1', '--metrics', 'm', '--snapshot', 'b.pt'])\n"
         "    print('handlers', signal.getsignal(signal.SIGINT) is before)\n"
     )
-    result = kit.run("python", "caller.py")
+    result = kit.run(*forked("caller.py"))
     assert result.status == 0 and "status 2" in result.out and "handlers True" in result.out, result
     one, two = kit.metrics("m", "end")
     assert one["step"] == two["step"] == 14 and one["weights_sha256"] != two["weights_sha256"]
@@ -581,8 +581,8 @@ def test_main_can_be_called_with_arguments(kit, script):
 def test_flat_loop_is_the_nested_one(kit, nproc, accum, clip, precision):
     """Bit for bit the weights of DDP by hand."""
     shutil.copy(Path(__file__).with_name("nested_ddp.py"), kit.path)
-    plain = kit.run(*torchrun(nproc, "nested_ddp.py", "digest", str(accum), str(clip), precision))
+    plain = kit.run(*forked_ranks(nproc, "nested_ddp.py", "digest", accum, clip, precision))
     assert plain.status == 0, plain
     options = ["--epochs", "3", "--accum", accum, "--precision", precision, *(["--clip", clip] if clip else [])]
-    found = run(kit, torchrun(nproc, "ddp_torchrun.py"), "--threads", "1", *options).metrics[-1]
+    found = run(kit, forked_ranks(nproc, "ddp_torchrun.py"), "--threads", "1", *options).metrics[-1]
     assert found["weights_sha256"] == (kit.path / "digest").read_text()

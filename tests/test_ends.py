@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import free_port, torchrun
+from harness import forked, forked_ranks, free_port, torchrun
 
 SPAWN = ("python", "ddp_spawn.py")
-PAIRS = ("python", "model_parallel_ddp.py")
 LONG = ("--epochs", "100000", "--metrics", "metrics.jsonl")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -22,7 +21,7 @@ def training(kit):
 
 
 @pytest.mark.parametrize(
-    "command", [SPAWN, pytest.param(torchrun(2, "ddp_torchrun.py"), marks=pytest.mark.slow)], ids=["spawn", "torchrun"]
+    "command", [forked("ddp_spawn.py"), forked_ranks(2, "ddp_torchrun.py")], ids=["spawn", "ranks"]
 )
 def test_ranks_that_differ(kit, command):
     kit.fault("model.net2.bias.data += 1e-6")
@@ -58,7 +57,7 @@ def test_signal_to_the_parent(kit, number, status, shell):
 
 @pytest.mark.parametrize("script", ["dp_train.py", "ddp_torchrun.py"])
 def test_ctrl_c_without_a_parent(kit, script):
-    run = kit.start("python", script, *LONG)
+    run = kit.start(*forked(script, *LONG))
     run.wait_for(training(kit))
     os.kill(run.pid, signal.SIGINT)
     result = run.result(timeout=30)
@@ -66,9 +65,14 @@ def test_ctrl_c_without_a_parent(kit, script):
 
 
 @linux
-@pytest.mark.parametrize("command", [SPAWN, torchrun(2, "ddp_torchrun.py")], ids=["spawn", "torchrun"])
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGKILL", "SIGTERM"]
+    "command, number",
+    [
+        (forked("ddp_spawn.py"), signal.SIGKILL),
+        (torchrun(2, "ddp_torchrun.py"), signal.SIGKILL),
+        pytest.param(SPAWN, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(torchrun(2, "ddp_torchrun.py"), signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_nobody_outlives_a_dead_parent(kit, command, number):
     run = kit.start(*command, *LONG, "--workers", "1")
@@ -79,7 +83,7 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
 
 
 @linux
-@pytest.mark.parametrize("command", [torchrun(2, "ddp_torchrun.py"), pytest.param(SPAWN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", [forked_ranks(2, "ddp_torchrun.py"), forked("ddp_spawn.py")])
 def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     """One that lets go of a tensor while the interpreter ends would abort the process, now and then."""
     let_go = "            process.let_go(finished)\n"
@@ -110,36 +114,34 @@ def listening(pids):
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.fixture
-def exposed_name(kit):
-    """Words that start a command where the machine's name leads to an address that others can reach, as on most
-    machines; here it may be loopback's, to which gloo would keep by itself."""
-    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
-    if os.geteuid() != 0 or not addresses or not shutil.which("unshare"):
-        pytest.skip("needs root, unshare and an address other than loopback")
-    (kit.path / "hosts").write_text(f"127.0.0.1 localhost\n{addresses[0]} exposed\n")
-    return (
-        "unshare",
-        "--uts",
-        "--mount",
-        "sh",
-        "-ec",
-        'hostname exposed; mount --bind hosts /etc/hosts; exec "$@"',
-        "sh",
-    )
+# The machine's name leads to an address that others can reach, as on most machines; here it may be loopback's, to which
+# gloo would keep by itself.
+EXPOSED = """import ctypes, subprocess
+assert not ctypes.CDLL(None).unshare(0x4020000)  # a host name and mounts of its own
+commands = "mount --make-rprivate /; hostname exposed; mount --bind hosts /etc/hosts"
+subprocess.run(["sh", "-ec", commands], check=True)"""
 
 
 @linux
-@pytest.mark.parametrize("starter", ["spawn", "pairs", "alone", "by hand", "torchrun"])
-def test_nothing_listens_to_other_machines(kit, starter, exposed_name):
+@pytest.mark.parametrize(
+    "starter", ["spawn", "pairs", "alone", "by hand", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
+def test_nothing_listens_to_other_machines(kit, starter):
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    if os.geteuid() != 0 or not addresses or not shutil.which("mount"):
+        pytest.skip("needs root, mount and an address other than loopback")
+    (kit.path / "hosts").write_text(f"127.0.0.1 localhost\n{addresses[0]} exposed\n")
+    kit.first(EXPOSED)
     if starter == "by hand":  # rank 0 serves the store
         env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        command = (*exposed_name, "python", "ddp_torchrun.py", *LONG)
+        command = forked("first.py", "ddp_torchrun.py", *LONG)
         runs = [kit.start(*command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    elif starter == "torchrun":
+        kit.first(EXPOSED + "\nimport os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
+        runs = [kit.start("python", "first.py", *torchrun(2, "ddp_torchrun.py", *LONG)[1:])]
     else:
-        alone, launched = ("python", "ddp_torchrun.py"), torchrun(2, "ddp_torchrun.py")
-        command = {"spawn": SPAWN, "pairs": PAIRS, "alone": alone, "torchrun": launched}[starter]
-        runs = [kit.start(*exposed_name, *command, *LONG)]
+        script = {"spawn": "ddp_spawn.py", "pairs": "model_parallel_ddp.py", "alone": "ddp_torchrun.py"}[starter]
+        runs = [kit.start(*forked("first.py", script, *LONG))]
     runs[0].wait_for(training(kit))
     # torchrun itself serves its store on all addresses, which the scripts cannot change.
     pids = [pid for pid, line in kit.processes() if "torch.distributed.run" not in line]

@@ -9,23 +9,25 @@ import sys
 
 import pytest
 import torch
-from harness import PYTHON, ROOT, free_port, torchrun
+from harness import PYTHON, ROOT, forked, forked_ranks, free_port, torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-SPAWN = ("python", "ddp_spawn.py")
-PAIRS = ("python", "model_parallel_ddp.py")
+SPAWN = forked("ddp_spawn.py")
+PAIRS = forked("model_parallel_ddp.py")
+RANKS = forked_ranks(2, "ddp_torchrun.py")
 TORCHRUN = torchrun(2, "ddp_torchrun.py")
 RANK = f"rank 1 on {socket.gethostname()}"
 STEP = "in step 5/14 of epoch 1"
 GONE = f"{RANK} is gone, killed or ended by itself, {STEP}"
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of which only the ranks can speak
     "raise ValueError('no luck')": [f"{RANK} failed {STEP}: ValueError: no luck"] * 2,
     "sys.exit(0)": [f"{RANK} left by sys.exit(0), before the training was finished, {STEP}"] * 2,
     "os._exit(0)": [f"{RANK} left with status 0 before its training was finished {STEP}", GONE],
     "os._exit(3)": [f"{RANK} left with status 3 before its training was finished {STEP}", GONE],
-    "os.kill(os.getpid(), signal.SIGKILL)": [f"{RANK} was killed by SIGKILL {STEP}", GONE],
+    KILL: [f"{RANK} was killed by SIGKILL {STEP}", GONE],
     "os.kill(os.getpid(), signal.SIGSTOP)": [f"{RANK} has not answered for 10 s {STEP}: it was stopped by a signal"]
     * 2,
     "while True: pass": [f"{RANK} has not answered for 10 s {STEP}: it does something else, see its stack above"] * 2,
@@ -35,16 +37,17 @@ FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of
 @pytest.mark.parametrize(
     "command, code",
     [
-        pytest.param(command, code, marks=() if command == soon else pytest.mark.slow)
-        for code, soon in zip(FAULTS, (SPAWN, 0, SPAWN, 0, TORCHRUN, SPAWN, TORCHRUN), strict=True)
+        pytest.param(command, code, marks=pytest.mark.slow if command == TORCHRUN and code != KILL else ())
+        for code in FAULTS
         for command in (SPAWN, PAIRS, TORCHRUN)
         if command != PAIRS or "raise" in code
     ],
 )
 def test_rank_that_fails_or_is_stuck(kit, command, code):
     kit.fault(code)
-    result = kit.run(*command, "--timeout", "10", timeout=120)
-    line = FAULTS[code][command == TORCHRUN]
+    seconds = "10" if command == TORCHRUN else "4"
+    result = kit.run(*command, "--timeout", seconds, timeout=120)
+    line = FAULTS[code][command == TORCHRUN].replace("10 s", f"{seconds} s")
     assert [error[: len(line) + 7] for error in result.errors] == [f"error: {line}"], result
     assert "closed by peer" not in result.err
     traces = result.err.partition("closing signal SIGTERM")[0].count("Traceback")  # torchrun has one of itself
@@ -55,23 +58,17 @@ def test_rank_that_fails_or_is_stuck(kit, command, code):
     else:
         assert traces == ("raise" in code)
         assert result.err.splitlines()[-1].startswith("error: ")
-        assert result.status == {"os.kill(os.getpid(), signal.SIGKILL)": 137, "os._exit(3)": 3}.get(code, 1)
+        assert result.status == {KILL: 137, "os._exit(3)": 3}.get(code, 1)
     if "raise" in code:
         assert traces == 1 and "ValueError: no luck" in result.err
     assert "while" not in code or 'job.py", line' in result.err, "its stack"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "raise ValueError('no luck')",
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("code", ["raise ValueError('no luck')", KILL])
 def test_fault_of_rank_0_that_serves_the_store(kit, code):
     kit.fault(code, rank=0)
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = ("python", "ddp_torchrun.py", "--timeout", "10")
+    command = forked("ddp_torchrun.py", "--timeout", "10")
     runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
     zero, one = [run.result(120) for run in runs]
     assert zero.status == (1 if "raise" in code else -9) and one.status == 1
@@ -88,7 +85,7 @@ def test_store_that_does_not_answer(kit):
     """Rank 0, which serves it, is stopped."""
     kit.fault("os.kill(os.getpid(), signal.SIGSTOP)", rank=0)
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    command = ("python", "ddp_torchrun.py", "--timeout", "10")
+    command = forked("ddp_torchrun.py", "--timeout", "10")
     runs = [kit.start(*command, env=env | {"RANK": str(rank)}) for rank in range(2)]
     one = runs[1].result(120)
     assert one.status == 1
@@ -98,7 +95,6 @@ def test_store_that_does_not_answer(kit):
     kit.kill_all()
 
 
-@pytest.mark.slow
 def test_all_ranks_fail_alike(kit):
     kit.fault("raise ValueError('no luck')", rank="' or '1' == '1")
     result = kit.run(*SPAWN, "--nprocs", "3", timeout=120)
@@ -114,13 +110,7 @@ LEFT = f"rank 1 left the loop over the batches {STEP}, and others did not: break
     "command, place, code, line",
     [
         (SPAWN, LOOP, "if rank == 1 and run.step_count == 4: break", LEFT),
-        pytest.param(
-            TORCHRUN,
-            LOOP,
-            "if torch.distributed.get_rank() == 1 and run.step_count == 4: break",
-            LEFT,
-            marks=pytest.mark.slow,
-        ),
+        (RANKS, LOOP, "if torch.distributed.get_rank() == 1 and run.step_count == 4: break", LEFT),
         pytest.param(
             SPAWN,
             AFTER,
@@ -133,16 +123,16 @@ LEFT = f"rank 1 left the loop over the batches {STEP}, and others did not: break
 def test_leaving_the_training_too_soon(kit, command, place, code, line):
     script = next(word for word in command if word.endswith(".py"))
     kit.edit(script, place, f"{place}{' ' * (12 if place == LOOP else 8)}{code}\n")
-    result = kit.run(*command, "--timeout", "10", timeout=120)
+    result = kit.run(*command, "--timeout", "4", timeout=120)
     assert result.status == 1 and len(result.errors) == 1 and result.errors[0].startswith(f"error: {line}"), result
 
 
-@pytest.mark.parametrize("command", [SPAWN, pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["spawn", "torchrun"])
+@pytest.mark.parametrize("command", [SPAWN, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["spawn", "ranks"])
 def test_validation_on_rank_0_alone(kit, command):
     """Nobody is to blame for sure: the line says where each rank was."""
     script = next(word for word in command if word.endswith(".py"))
     kit.edit(script, AFTER, f"        if torch.distributed.get_rank() == 0:\n    {AFTER}")
-    result = kit.run(*command, "--timeout", "10", timeout=120)
+    result = kit.run(*command, "--timeout", "4", timeout=120)
     assert result.status == 1 and len(result.errors) == 1, result
     assert "rank 0 in the evaluation after epoch 1" in result.errors[0], result
     assert "rank 1 in " in result.errors[0], result
@@ -163,16 +153,13 @@ def test_line_stays_short_however_many_ranks_there_are():
     assert line.endswith(" on h7; and 56 machines more")
 
 
-@pytest.mark.slow
 def test_leaving_the_training_together(kit):
     kit.edit("ddp_spawn.py", AFTER, "        if run.evaluate(test_set)['accuracy'] > 0.2: break\n")
     result = kit.run(*SPAWN, timeout=120)
     assert result.status == 0 and "epoch 1/20: " in result.out and "epoch 2/20" not in result.out
 
 
-@pytest.mark.parametrize(
-    "command", [SPAWN, pytest.param(("python", "dp_train.py"), marks=pytest.mark.slow)], ids=["spawn", "dp"]
-)
+@pytest.mark.parametrize("command", [SPAWN, forked("dp_train.py")], ids=["spawn", "dp"])
 def test_leaving_an_epoch_together(kit, command):
     kit.edit(command[1], LOOP, f"{LOOP}            if (run.epoch, run.step) == (0, 4): break\n")
     result = kit.run(*command, "--epochs", "2", "--metrics", "m", timeout=120)
@@ -217,10 +204,11 @@ NAN = f"{RANK} is nan {STEP}, 5 in all, at learning rate 0.05: lower --lr, or tr
 @pytest.mark.parametrize(
     "command, options",
     [
-        pytest.param(SPAWN, ("--metrics", "m"), marks=pytest.mark.slow),
-        (TORCHRUN, ("--snapshot", "run.pt", "--save-every", "1")),
-        pytest.param(SPAWN, (), marks=pytest.mark.slow),
-        pytest.param(SPAWN, ("--epochs", "1", "--accum", "2"), marks=pytest.mark.slow),
+        (SPAWN, ("--metrics", "m")),
+        (SPAWN, ("--snapshot", "run.pt", "--save-every", "1")),
+        (SPAWN, ()),
+        (SPAWN, ("--epochs", "1", "--accum", "2")),
+        pytest.param(TORCHRUN, ("--snapshot", "run.pt", "--save-every", "1"), marks=pytest.mark.slow),
     ],
 )
 def test_loss_that_is_not_finite(kit, command, options):
@@ -240,7 +228,7 @@ def test_weights_that_are_not_finite(kit):
     """The step's loss was, and they would be saved before the next one."""
     last = "                optimizer.zero_grad()\n"
     kit.edit("dp_train.py", last, f"{last}                model.net1.weight.data.fill_(float('inf'))\n")
-    result = kit.run("python", "dp_train.py", "--snapshot", "run.pt", "--save-every", "1", timeout=120)
+    result = kit.run(*forked("dp_train.py", "--snapshot", "run.pt", "--save-every", "1"), timeout=120)
     assert result.status == 1 and not (kit.path / "run.pt").exists()
     assert len(result.errors) == 1 and result.errors[0].startswith("error: net1.weight is not finite after step 1, ")
 
@@ -249,7 +237,7 @@ def test_weights_that_are_not_finite(kit):
     "command, status",
     [
         (SPAWN, 2),
-        pytest.param(("python", "dp_train.py"), 0, marks=pytest.mark.slow),
+        (forked("dp_train.py"), 0),
         pytest.param(TORCHRUN, 1, marks=pytest.mark.slow),
     ],
     ids=["spawn", "dp", "torchrun"],
@@ -267,14 +255,13 @@ def test_parameters_without_a_gradient(kit, command, status):
         assert result.out.count(line) == 1
 
 
-@pytest.mark.slow
 def test_run_without_a_gradient_for_some_parameters(kit):
     """DDP that is told of it goes on."""
     layer = "        self.relu = nn.ReLU()\n"
     kit.edit("common/job.py", layer, f"{layer}        self.extra = nn.Linear(2, 2)\n")
     views = "gradient_as_bucket_view=True,"
     kit.edit("ddp_torchrun.py", views, f"{views} find_unused_parameters=True,")
-    result = kit.run(*TORCHRUN, "--epochs", "2", timeout=120)
+    result = kit.run(*RANKS, "--epochs", "2", timeout=120)
     assert result.status == 0 and result.out.count("no gradient reaches extra.weight, extra.bias") == 1
 
 
@@ -296,9 +283,15 @@ class Watched(TensorDataset):
     "command, code, words",
     [
         (SPAWN, "raise ValueError('a bad sample')", "ValueError: a bad sample"),
-        pytest.param(TORCHRUN, "os.kill(os.getpid(), signal.SIGKILL)", " exited unexpectedly", marks=pytest.mark.slow),
+        (SPAWN, KILL, " exited unexpectedly"),
+        pytest.param(TORCHRUN, KILL, " exited unexpectedly", marks=pytest.mark.slow),
         pytest.param(TORCHRUN, "raise ValueError('a bad sample')", "ValueError: a bad sample", marks=pytest.mark.slow),
-        pytest.param(SPAWN, "os.kill(os.getpid(), signal.SIGKILL)", " exited unexpectedly", marks=pytest.mark.slow),
+        pytest.param(
+            ("python", "ddp_spawn.py"),
+            "raise ValueError('a bad sample')",
+            "ValueError: a bad sample",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             SPAWN, "os.kill(os.getpid(), signal.SIGSTOP)", "DataLoader timed out after 10.0 s", marks=pytest.mark.slow
         ),
@@ -322,7 +315,7 @@ def test_start_methods_of_loader_workers(kit, method):
         "common/data.py", "num_workers=args.workers,", f"num_workers=args.workers, multiprocessing_context='{method}',"
     )
     assert kit.run(*SPAWN, "--epochs", "1", "--workers", "1", "--metrics", "m").status == 0
-    assert kit.run("python", "dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1").status == 0
+    assert kit.run(*forked("dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1")).status == 0
     one, other = kit.metrics("m", "eval")
     assert one["accuracy"] == other["accuracy"]
     run = kit.start(*SPAWN, "--epochs", "100000", "--workers", "1", "--metrics", "killed")
@@ -351,7 +344,7 @@ def test_data_that_is_wrong(kit, which):
 
         rows = gzip.decompress(path.read_bytes()).splitlines()
         path.write_bytes(gzip.compress(b"\n".join([*rows[:9], b"1,2,3", *rows[9:]])))
-        command, words = ("python", "dp_train.py"), "from 65 to 3 at row 10"
+        command, words = forked("dp_train.py"), "from 65 to 3 at row 10"
     else:  # only one rank sees it
         kit.edit("common/job.py", '"digits.csv.gz"', "f\"{__import__('os').environ['RANK']}.csv.gz\"")
         path.rename(path.with_name("0.csv.gz"))
@@ -366,7 +359,7 @@ def test_data_that_is_wrong(kit, which):
 
 def test_metrics_are_json(kit):
     """Also where a loss is not finite: Python would write NaN, which no other program reads."""
-    kit.run("python", "dp_train.py", "--lr", "1e9", "--metrics", "m", timeout=120)
+    kit.run(*forked("dp_train.py", "--lr", "1e9", "--metrics", "m"), timeout=120)
     text = (kit.path / "m").read_text()
     assert text and all(json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
 

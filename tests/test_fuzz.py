@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from harness import files
+from harness import files, forked
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,6 +22,16 @@ fuzz = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.generate],  # a failure is small as it is, and a run takes long
 )
+
+
+def run(kit, script, *options, env=None, cwd=None, limit=60):
+    """Run to the end, and assert what holds for any run."""
+    result = kit.start(*forked(kit.path / script, *options), env=env, cwd=cwd).result(limit)
+    lines = [line for line in result.err.splitlines() if "UserWarning" not in line]
+    assert result.status in (0, 1, 2) and "Traceback" not in result.err and not result.processes, result
+    if result.status:
+        assert [line[:7] for line in lines if not line.startswith("waiting for ")] == ["error: "], result
+    return result
 
 
 WORDS = st.one_of(
@@ -51,8 +61,8 @@ OPTION = st.one_of(
     script=st.sampled_from(["dp_train.py", "ddp_torchrun.py"]),
     options=st.lists(OPTION, max_size=4).map(lambda options: [word for option in options for word in option]),
 )
-def test_arguments(scripts, script, options):
-    with tempfile.TemporaryDirectory(dir=scripts.path.parent) as directory:
+def test_arguments(kit, script, options):
+    with tempfile.TemporaryDirectory(dir=kit.path.parent) as directory:
         place = Path(directory)
         (place / "text").write_text("not of this kit")
         (place / "metrics").write_text('{"event": "end"}\n')
@@ -60,12 +70,12 @@ def test_arguments(scripts, script, options):
         (place / "directory").mkdir()
         (place / "link").symlink_to("text")
         (place / "dangling").symlink_to("nowhere")
-        kit, before = files(scripts.path), files(place)
-        result = scripts.run(script, *options, "--steps", "1", "--timeout", "2", cwd=place)
-        assert files(scripts.path) == kit
+        code, before = files(kit.path), files(place)
+        result = run(kit, script, *options, "--steps", "1", "--timeout", "2", cwd=place)
+        assert files(kit.path) == code
         after = files(place)
         changed = {name for name in before | after if before.get(name) != after.get(name)}
-        assert not changed or result["status"] == 0, (changed, result)
+        assert not changed or result.status == 0, (changed, result)
         assert not changed & {"text", "link"}
         if "metrics" in changed:
             assert (place / "metrics").read_text().startswith('{"event": "end"}\n{')
@@ -83,12 +93,12 @@ NAMES += [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "
     env=st.dictionaries(st.sampled_from(NAMES), NUMBERS, max_size=6),
     master=st.dictionaries(st.just("MASTER_ADDR"), HOSTS),
 )
-def test_environment(scripts, env, master):
+def test_environment(kit, env, master):
     if "SLURM_LOCALID" in env:
         env["SLURM_LOCALID"] = "0"  # the others let this one speak
-    before = files(scripts.path)
-    scripts.run("ddp_torchrun.py", "--steps", "1", "--timeout", "1", env=env | master)
-    assert files(scripts.path) == before
+    before = files(kit.path)
+    run(kit, "ddp_torchrun.py", "--steps", "1", "--timeout", "1", env=env | master)
+    assert files(kit.path) == before
 
 
 # What happens to some bytes: (what, place, size or bytes), the place and the size as a share of the whole.
@@ -125,40 +135,40 @@ def mutate(data, mutations):
 
 @fuzz
 @given(mutations=MUTATIONS)
-def test_snapshots(scripts, mutations):
-    whole, path, metrics = scripts.path / "whole.pt", scripts.path / "run.pt", scripts.path / "metrics.jsonl"
+def test_snapshots(kit, mutations):
+    whole, path, metrics = kit.path / "whole.pt", kit.path / "run.pt", kit.path / "metrics.jsonl"
     options = ("--steps", "2", "--metrics", "metrics.jsonl", "--snapshot")
     if not whole.exists():
-        assert scripts.run("dp_train.py", *options, "whole.pt")["status"] == 0
+        assert run(kit, "dp_train.py", *options, "whole.pt").status == 0
     mutated = mutate(whole.read_bytes(), mutations)
     path.write_bytes(mutated)
     before = metrics.read_text()
-    result = scripts.run("dp_train.py", *options, "run.pt")
+    result = run(kit, "dp_train.py", *options, "run.pt")
     assert path.read_bytes() == mutated
-    if result["status"] == 0:  # what was changed says nothing, such as the time of a file in it
+    if result.status == 0:  # what was changed says nothing, such as the time of a file in it
         first, *_, last = [json.loads(line) for line in metrics.read_text().splitlines() if '"end"' in line]
         assert first["weights_sha256"] == last["weights_sha256"]
     else:
-        assert result["status"] == 2 and "--snapshot run.pt" in result["err"]
+        assert result.status == 2 and "--snapshot run.pt" in result.err
         assert metrics.read_text() == before
 
 
 @fuzz
 @given(mutations=MUTATIONS, packed=st.booleans())
-def test_data(scripts, mutations, packed):
-    path, good = scripts.path / "data" / "digits.csv.gz", scripts.path / "good.gz"
+def test_data(kit, mutations, packed):
+    path, good = kit.path / "data" / "digits.csv.gz", kit.path / "good.gz"
     if not good.exists():
         shutil.copy(path, good)
     data = good.read_bytes()
     path.write_bytes(mutate(data, mutations) if packed else gzip.compress(mutate(gzip.decompress(data), mutations), 1))
-    before = files(scripts.path)
-    result = scripts.run("dp_train.py", "--steps", "1")
-    assert files(scripts.path) == before
-    if result["status"]:
-        assert result["status"] == 2 and ("digits.csv.gz" in result["err"] or "--batch-size" in result["err"]), result
+    before = files(kit.path)
+    result = run(kit, "dp_train.py", "--steps", "1")
+    assert files(kit.path) == before
+    if result.status:
+        assert result.status == 2 and ("digits.csv.gz" in result.err or "--batch-size" in result.err), result
 
 
-def test_a_hang_is_seen(scripts):
-    (scripts.path / "hangs.py").write_text("import time\ntime.sleep(100)\n")
-    with pytest.raises(AssertionError, match="hang"):
-        scripts.run("hangs.py", limit=1)
+def test_a_hang_is_seen(kit):
+    (kit.path / "hangs.py").write_text("import time\ntime.sleep(100)\n")
+    with pytest.raises(AssertionError, match="still running after 1 s"):
+        run(kit, "hangs.py", limit=1)

@@ -6,16 +6,17 @@ import shutil
 
 import pytest
 import torch
-from harness import ROOT, Kit, torchrun
+from harness import ROOT, Kit, forked, forked_ranks, torchrun
 
 # Each job's learning rate, and the step in which a rank is killed, in the midst of the second epoch.
 JOBS = {"cnn": ("0.003", 38), "gpt": ("0.01", 14), "regression": ("0.05", 14)}
 
 COMMANDS = {
-    **{f"spawn-{n}": ("python", "ddp_spawn.py", "--nprocs", n) for n in (1, 2, 3)},
-    **{f"torchrun-{n}": torchrun(n, "ddp_torchrun.py") for n in (1, 2, 3)},
-    **{f"pairs-{n}": ("python", "model_parallel_ddp.py", "--nprocs", n) for n in (1, 2, 3)},
-    "pairs-torchrun-2": torchrun(2, "model_parallel_ddp.py"),
+    **{f"spawn-{n}": forked("ddp_spawn.py", "--nprocs", n) for n in (1, 2, 3)},
+    **{f"ranks-{n}": forked_ranks(n, "ddp_torchrun.py") for n in (1, 2, 3)},
+    **{f"pairs-{n}": forked("model_parallel_ddp.py", "--nprocs", n) for n in (1, 2, 3)},
+    "pairs-ranks-2": forked_ranks(2, "model_parallel_ddp.py"),
+    "torchrun-2": torchrun(2, "ddp_torchrun.py"),
 }
 
 # What a user adds to a script for an EMA and a second optimizer.
@@ -99,7 +100,8 @@ def reference(tmp_path_factory):
     def states(job):
         kit = Kit(tmp_path_factory.mktemp(job))
         put(kit, job)
-        return train(kit, ("python", "ddp_torchrun.py"), "one", "--precision", "fp64")[0]
+        with kit.directory:
+            return train(kit, forked("ddp_torchrun.py"), "one", "--precision", "fp64")[0]
 
     return states
 
@@ -138,7 +140,7 @@ def test_same_random_shifts(kit, reference, job, command):
 
 
 @pytest.mark.parametrize(
-    "job, command", cases(JOBS, COMMANDS, ("gpt", "spawn-2"), ("cnn", "torchrun-2"), ("regression", "pairs-3"))
+    "job, command", cases(JOBS, COMMANDS, ("gpt", "spawn-2"), ("cnn", "ranks-2"), ("regression", "pairs-3"))
 )
 def test_same_result_also_after_a_kill(kit, reference, job, command):
     """All that is named is within 1e-9 of one process's; killed and started again, it is the same bit for bit.
@@ -165,7 +167,7 @@ def test_same_result_also_after_a_kill(kit, reference, job, command):
     "job, change",
     cases(
         ["cnn-plain", "gpt", "regression"],
-        ["spawn-2 torchrun-3", "torchrun-3 pairs-1", "pairs-1 spawn-2", "pairs-torchrun-2 torchrun-1"],
+        ["spawn-2 ranks-3", "ranks-3 pairs-1", "pairs-1 spawn-2", "pairs-ranks-2 torchrun-2"],
         ("gpt", "pairs-1 spawn-2"),
     ),
 )

@@ -6,7 +6,7 @@ import shutil
 import socket
 
 import pytest
-from harness import PYTHON, free_port, torchrun
+from harness import PYTHON, forked, free_port, torchrun
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 OPTIONS = ("--epochs", "1", "--metrics", "metrics.jsonl")
@@ -17,31 +17,32 @@ def header(world_size, threads):
 
 
 def test_plain_python_says_how_to_start_more(kit):
-    result = kit.run("python", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1")
+    """Under torchrun the processes share the threads."""
+    result = kit.run(*forked("ddp_torchrun.py", *OPTIONS, "--lr", "0.1"))
     assert result.status == 0, result.err
     assert result.out.splitlines()[0] == header(1, CORES)
     (line,) = [line for line in result.out.splitlines() if line.startswith("to start a process per device: ")]
     command = shlex.split(line.partition(": ")[2])
     assert command == ["torchrun", "--nproc_per_node=2", "ddp_torchrun.py", *OPTIONS, "--lr", "0.1"]
-    assert kit.run(*torchrun(2, *command[2:])).status == 0
+    result = kit.run(*torchrun(2, *command[2:]))
+    assert result.status == 0 and header(2, max(1, CORES // 2)) in result.out.splitlines(), result
     one, two = kit.metrics(event="end")
     assert (one["world_size"], two["world_size"]) == (1, 2)
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("threads", [None, pytest.param(3, marks=pytest.mark.slow)])
-def test_threads_are_shared_under_torchrun(kit, threads):
-    options = ("--threads", threads) if threads else ()
-    result = kit.run(*torchrun(2, "ddp_torchrun.py", *OPTIONS, *options))
-    assert header(2, threads or max(1, CORES // 2)) in result.out.splitlines()
+@pytest.mark.slow
+def test_threads_under_torchrun(kit):
+    result = kit.run(*torchrun(2, "ddp_torchrun.py", *OPTIONS, "--threads", "3"))
+    assert header(2, 3) in result.out.splitlines()
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank", pytest.param("--local_rank", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
 def test_local_rank_as_an_argument(kit, spelling):
     """As torch.distributed.launch passes it, with and without the environment that goes before it."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     runs = [
-        kit.start("python", "ddp_torchrun.py", f"{spelling}={rank}", *OPTIONS, env=env | {"RANK": str(rank)} | more)
+        kit.start(*forked("ddp_torchrun.py", f"{spelling}={rank}", *OPTIONS), env=env | {"RANK": str(rank)} | more)
         for rank, more in [(0, {}), (1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})]
     ]
     results = [run.result() for run in runs]
@@ -51,8 +52,8 @@ def test_local_rank_as_an_argument(kit, spelling):
 
 @pytest.mark.parametrize(
     "starter, scheme",
-    [("by hand", "file"), ("torchrun", "tcp")]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in [("by hand", "tcp"), ("torchrun", "file")]],
+    [("by hand", "file"), ("by hand", "tcp")]
+    + [pytest.param("torchrun", scheme, marks=pytest.mark.slow) for scheme in ("tcp", "file")],
 )
 def test_init_method(kit, scheme, starter):
     method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{kit.path}/store"
@@ -62,7 +63,7 @@ def test_init_method(kit, scheme, starter):
         assert result.status == 0, result.err
     else:
         runs = [
-            kit.start("python", "ddp_torchrun.py", *options, env={"RANK": str(rank), "WORLD_SIZE": "2"})
+            kit.start(*forked("ddp_torchrun.py", *options), env={"RANK": str(rank), "WORLD_SIZE": "2"})
             for rank in range(2)
         ]
         assert [run.result().status for run in runs] == [0, 0]
@@ -73,7 +74,7 @@ def test_port_in_use(kit):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        result = kit.run("python", "ddp_torchrun.py", env=env, timeout=30)
+        result = kit.run(*forked("ddp_torchrun.py"), env=env, timeout=30)
     assert result.status == 2
     assert len(result.errors) == 1
     assert f"rank 0 cannot listen on 127.0.0.1, port {port} (Address already in use)" in result.errors[0]
@@ -95,11 +96,11 @@ LAUNCHERS = [pbs, """
 def test_another_launcher_takes_one_function(kit):
     kit.edit("common/place.py", "LAUNCHERS = [", PBS)
     env = {"PBS_NP": "2", "PBS_JOBID": f"{os.getpid()}.{kit.path}"}
-    runs = [kit.start("python", "ddp_torchrun.py", *OPTIONS, env=env | {"PBS_TASKNUM": f"{n}"}) for n in (1, 2)]
+    runs = [kit.start(*forked("ddp_torchrun.py", *OPTIONS), env=env | {"PBS_TASKNUM": f"{n}"}) for n in (1, 2)]
     results = [run.result() for run in runs]
     assert [result.status for result in results] == [0, 0], results
     assert header(2, 1) in results[0].out and results[1].out == ""
-    result = kit.run("python", "ddp_torchrun.py", env=env | {"PBS_TASKNUM": "3"})
+    result = kit.run(*forked("ddp_torchrun.py"), env=env | {"PBS_TASKNUM": "3"})
     assert result.errors == ["error: rank is 2 but must be from 0 to 1: see PBS's variables"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import network
 import pytest
 import torch
-from harness import PYTHON, TORCHRUN
+from harness import PYTHON, TORCHRUN, forked, forked_ranks
 
 SCRIPT = "./ddp_multinode.sh"
 ENV = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}  # of torchrun
@@ -66,7 +66,7 @@ def test_agreement(kit, machines, starter):
     """The machines' own names lead to loopback, and still they reach each other and the weights of one process."""
     count, *command = STARTERS[starter]
     options = ("--epochs", "2", "--precision", "fp64", "--metrics", "metrics.jsonl")
-    alone = kit.run("python", "ddp_torchrun.py", *options, "--snapshot", "alone.pt")
+    alone = kit.run(*forked("ddp_torchrun.py", *options, "--snapshot", "alone.pt"))
     assert alone.status == 0, alone.err
     runs = start_all(kit, machines(count), *command, *options, "--snapshot", "all.pt")
     results = [run.result() for run in runs]
@@ -112,7 +112,7 @@ def test_machine_that_does_not_come(kit, machines):
 
 def test_same_node_rank_twice(kit, machines):
     net = machines(3)
-    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=9")
+    options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=5")
     host = kit.start(*net.on(0, SCRIPT, *options, "--node-rank=0"), env=ENV)
     twice = [kit.start(*net.on(number, SCRIPT, *options, "--node-rank=1"), env=ENV) for number in (1, 2)]
     lines = [line for run in twice for line in run.result(20).errors]
@@ -176,6 +176,16 @@ def test_data_that_differ(kit, machines, which, mask, size):
     for result in [run.result() for run in start_all(kit, machines(2), *start)]:
         assert result.status != 0
         assert result.errors == [f"{line}it must be the same everywhere"]
+
+
+def test_simulated_machines(kit):
+    """They end with the weights that as many processes of one machine end with."""
+    options = ("--epochs", "2", "--metrics", "m")
+    result = kit.run(SCRIPT, "--simulate", "2", "--", "ddp_torchrun.py", *options, env=ENV)
+    assert result.status == 0 and "[node 0] world size 2, device cpu, backend gloo" in result.out, result
+    assert kit.run(*forked_ranks(2, "ddp_torchrun.py", *options)).status == 0
+    simulated, ranks = kit.metrics("m", "end")
+    assert simulated["weights_sha256"] == ranks["weights_sha256"]
 
 
 @pytest.mark.slow
@@ -370,7 +380,7 @@ def test_elastic(kit, machines, fault):
         "            run.record(loss)\n",
     )
     options = ("--epochs", "60", "--precision", "fp64", "--save-every", "10", "--timeout", "10", "--snapshot")
-    assert kit.run("python", "ddp_torchrun.py", *options, "alone.pt").status == 0
+    assert kit.run(*forked("ddp_torchrun.py", *options, "alone.pt")).status == 0
     (kit.path / "slow").touch()
     net, logs = machines(2), [kit.path / "log.0", kit.path / "log.1"]
 

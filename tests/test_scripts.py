@@ -9,7 +9,7 @@ import termios
 
 import pytest
 import torch
-from harness import ROOT, torchrun
+from harness import ROOT, forked, forked_ranks, torchrun
 
 COMMANDS = {
     "dp_train": ("python", "dp_train.py"),
@@ -67,11 +67,12 @@ def modules_for(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp_train", "ddp_spawn"] + [pytest.param(name, marks=pytest.mark.slow) for name in list(COMMANDS)[2:]]
+    "command",
+    [*(forked(f"{name}.py") for name in COMMANDS if name != "torchrun"), forked_ranks(2, "ddp_torchrun.py")],
+    ids=" ".join,
 )
-def test_what_a_script_needs_is_what_the_readme_says(kit, name):
-    command = COMMANDS[name]
-    script = next(word for word in command if word.endswith(".py"))
+def test_what_a_script_needs_is_what_the_readme_says(kit, command):
+    script = command[1]
     keep = {f"{module}.py" for module in modules_for(script)}
     for path in kit.path.rglob("*"):
         if path.is_file() and path.parent.name != "data" and path.name not in keep | {script}:
@@ -82,7 +83,7 @@ def test_what_a_script_needs_is_what_the_readme_says(kit, name):
     run.wait_for(lambda: kit.metrics("m", "step"))
     os.kill(run.pid, signal.SIGTERM)
     stopped = run.result(60)
-    assert stopped.status == (1 if name == "torchrun" else 143) and not stopped.processes, stopped
+    assert stopped.status == 143 and not stopped.processes, stopped
     step = len(kit.metrics("m", "step"))
     result = kit.run(*command, *options, "--steps", step + 3, "--epochs", "100000")
     assert result.status == 0 and "goes on from run.pt after step " in result.out, result
@@ -90,25 +91,27 @@ def test_what_a_script_needs_is_what_the_readme_says(kit, name):
 
 
 def test_steps_end_the_run(kit):
-    result = kit.run("python", "ddp_spawn.py", "--steps", "20", "--metrics", "metrics.jsonl", "--log-every", "5")
+    result = kit.run(*forked("ddp_spawn.py", "--steps", "20", "--metrics", "metrics.jsonl", "--log-every", "5"))
     assert result.status == 0, result.err
     assert [line["step"] for line in kit.metrics(event="step")] == [5, 10, 15, 20]
     assert [line["step"] for line in kit.metrics(event="eval")] == [14, 20]
     assert result.out.splitlines()[-1].startswith("done: 2 epochs, 20 steps, ")
 
 
-@pytest.mark.slow
 def test_same_arguments_same_weights(kit):
     options = ("--epochs", "2", "--metrics", "metrics.jsonl")
-    spawn, alone = ("python", "ddp_spawn.py", "--nprocs", "2"), COMMANDS["dp_train"]
-    for command in (spawn, torchrun(2, "ddp_torchrun.py"), alone, alone, (*alone, "--seed", "1")):
+    spawn, alone = forked("ddp_spawn.py", "--nprocs", "2"), forked("dp_train.py")
+    for command in (spawn, forked_ranks(2, "ddp_torchrun.py"), alone, alone, (*alone, "--seed", "1")):
         assert kit.run(*command, *options).status == 0
     digests = [line["weights_sha256"] for line in kit.metrics(event="end")]
     assert digests[0] == digests[1] and digests[2] == digests[3] != digests[4]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [COMMANDS["ddp_spawn"], COMMANDS["torchrun"]], ids=["spawn", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [forked("ddp_spawn.py"), pytest.param(COMMANDS["torchrun"], marks=pytest.mark.slow)],
+    ids=["spawn", "torchrun"],
+)
 def test_two_copies_at_once(kit, command):
     runs = [kit.start(*command, "--epochs", "3", "--metrics", f"{number}.jsonl") for number in range(2)]
     assert [run.result().status for run in runs] == [0, 0]
@@ -119,7 +122,9 @@ def test_two_copies_at_once(kit, command):
 def test_progress_bar_on_a_terminal(kit):
     terminal, ours = os.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # without a width tqdm draws nothing
-    run = kit.start("python", "ddp_spawn.py", "--epochs", "2", stderr=ours)
+    kit.first(f"import os\nos.dup2(os.open({os.ttyname(ours)!r}, os.O_WRONLY | os.O_NOCTTY), 2)\nopen('opened', 'x')")
+    run = kit.start(*forked("first.py", "ddp_spawn.py", "--epochs", "2"))
+    run.wait_for(lambda: (kit.path / "opened").exists())
     os.close(ours)
     shown = b""
     while True:
@@ -143,7 +148,7 @@ def test_tensorboard(kit):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     options = ("--epochs", "2", "--metrics", "metrics.jsonl", "--tensorboard", "board", "--log-every", "7")
-    assert kit.run("python", "ddp_spawn.py", *options).status == 0
+    assert kit.run(*forked("ddp_spawn.py", *options)).status == 0
     board = EventAccumulator(str(kit.path / "board"))
     board.Reload()
     steps = kit.metrics(event="step")
@@ -157,30 +162,28 @@ def test_tensorboard(kit):
     assert len(evals) == 2
 
 
-@pytest.mark.slow
 def test_without_tensorboard(kit):
     # A directory before site-packages in which the package cannot be imported stands for its absence.
     (kit.path / "tensorboard.py").write_text("raise ImportError('not installed')")
-    result = kit.run("python", "ddp_spawn.py", "--tensorboard", "board")
+    result = kit.run(*forked("ddp_spawn.py", "--tensorboard", "board"))
     assert result.status == 2
     assert result.errors == ["error: --tensorboard needs the package: pip install tensorboard"]
 
 
 @pytest.mark.parametrize(
     "precision, nprocs",
-    [("fp16", 2)] + [pytest.param(*case, marks=pytest.mark.slow) for case in [("bf16", 1), ("bf16", 2)]],
+    [("fp16", 2), ("bf16", 1)],
 )
 def test_autocast_trains_on_the_cpu(kit, precision, nprocs):
     options = ("--nprocs", nprocs, "--precision", precision, "--clip", "5", "--metrics", "metrics.jsonl")
-    assert kit.run("python", "ddp_spawn.py", *options).status == 0
+    assert kit.run(*forked("ddp_spawn.py", *options)).status == 0
     assert kit.metrics(event="end")[0]["accuracy"] >= 0.97
 
 
-@pytest.mark.slow
 def test_workers_change_nothing(kit):
     for workers in (0, 2):
         options = ("--epochs", "2", "--workers", workers, "--metrics", "metrics.jsonl")
-        assert kit.run("python", "ddp_spawn.py", *options).status == 0
+        assert kit.run(*forked("ddp_spawn.py", *options)).status == 0
     first, second = kit.metrics(event="end")
     assert first["weights_sha256"] == second["weights_sha256"]
 

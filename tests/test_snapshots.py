@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import free_port, torchrun
+from harness import forked, forked_ranks, free_port, torchrun
 from torch.utils.data import DistributedSampler
 
 SNAPSHOT = ("--snapshot", "run.pt")
-ALONE = ("python", "ddp_torchrun.py")
-PARALLEL = ("python", "dp_train.py")
-SPAWN = ("python", "ddp_spawn.py")
-PAIRS = ("python", "model_parallel_ddp.py")
+ALONE = forked("ddp_torchrun.py")
+PARALLEL = forked("dp_train.py")
+SPAWN = forked("ddp_spawn.py")
+PAIRS = forked("model_parallel_ddp.py")
+RANKS = forked_ranks(2, "ddp_torchrun.py")
 TORCHRUN = torchrun(2, "ddp_torchrun.py")
 
 
@@ -83,16 +84,18 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
 @pytest.mark.parametrize(
     "command, options, call",
     [
-        (torchrun(3, "ddp_torchrun.py"), ("--accum", "2"), 85),
-        slow(ALONE, ("--workers", "2"), 30),
-        slow(PARALLEL, ("--accum", "2"), 50),
+        (forked_ranks(3, "ddp_torchrun.py"), ("--accum", "2"), 85),
+        (ALONE, ("--workers", "2"), 30),
+        (PARALLEL, ("--accum", "2"), 50),
+        (SPAWN, (), 30),
         slow((*PAIRS, "--nprocs", "3"), ("--precision", "bf16", "--clip", "1"), 26),
+        slow(TORCHRUN, (), 30),
     ],
-    ids=["W3", "alone", "dp", "pairs-W3-bf16"],
+    ids=["W3", "alone", "dp", "spawn", "pairs-W3-bf16", "torchrun"],
 )
 def test_killed_in_the_middle_of_an_epoch(kit, command, options, call):
     harden(kit)
-    kill_in_forward(kit, call, who="os.environ.get('RANK') in (None, '1')" if "-m" in command else "True")
+    kill_in_forward(kit, call, who="os.environ.get('RANK') in (None, '1')")
     command = (*command, "--epochs", "3", *options)
     (kit.path / "killed").touch()
     undisturbed = digest(kit, *command)
@@ -115,7 +118,7 @@ def test_only_the_remaining_samples_are_loaded(kit):
         )
     kit.run(*PARALLEL, *SNAPSHOT, "--steps", "17")
     (kit.path / "loaded").unlink()
-    result = kit.run(*torchrun(3, "ddp_torchrun.py"), *SNAPSHOT, "--epochs", "2")
+    result = kit.run(*forked_ranks(3, "ddp_torchrun.py"), *SNAPSHOT, "--epochs", "2")
     assert "goes on from run.pt after step 3/14 of epoch 2, 17 in all" in result.out
     loaded = [int(line) for line in (kit.path / "loaded").read_text().split()]
     order = DistributedSampler(range(1438), 1, 0, seed=0, drop_last=True)
@@ -127,9 +130,9 @@ def test_only_the_remaining_samples_are_loaded(kit):
     "first, then",
     [
         slow(PARALLEL, (*PAIRS, "--nprocs", "2")),
-        slow(TORCHRUN, torchrun(4, "ddp_torchrun.py")),
-        slow(torchrun(3, "ddp_torchrun.py"), ALONE),
-        slow(TORCHRUN, PARALLEL),
+        slow(RANKS, forked_ranks(4, "ddp_torchrun.py")),
+        slow(forked_ranks(3, "ddp_torchrun.py"), ALONE),
+        slow(RANKS, PARALLEL),
     ],
     ids=["dp-pairs", "2-4", "3-1", "2-dp"],
 )
@@ -224,14 +227,13 @@ def test_elastic_restarts(kit, restarts):
     assert digest(kit, *TORCHRUN[:-1], *command) == found
 
 
-@pytest.mark.slow
 def test_ranks_with_disks_of_their_own(kit):
     """The newest snapshot that any rank finds is the one."""
     options = ("--precision", "fp64", "--epochs", "2")
-    undisturbed = digest(kit, *TORCHRUN, *options)
+    undisturbed = digest(kit, *RANKS, *options)
     for rank, steps in enumerate(("3", "17")):
         (kit.path / f"disk{rank}").mkdir()
-        kit.run(*TORCHRUN, *options, "--snapshot", f"disk{rank}/run.pt", "--steps", steps)
+        kit.run(*RANKS, *options, "--snapshot", f"disk{rank}/run.pt", "--steps", steps)
     (kit.path / "disk2").mkdir()
 
     def start(disks):
@@ -240,7 +242,7 @@ def test_ranks_with_disks_of_their_own(kit):
             env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             script = (*options, *SNAPSHOT, "--metrics", "metrics.jsonl", "--threads", "1")
-            yield kit.start("sh", "-c", f'cd {disk}; exec "$@"', "sh", "python", "../ddp_torchrun.py", *script, env=env)
+            yield kit.start(*forked("../ddp_torchrun.py", *script), env=env, cwd=kit.path / disk)
 
     for disks in (["disk0", "disk1"], ["disk2", "disk0"]):
         results = [run.result() for run in list(start(disks))]
@@ -256,13 +258,14 @@ def test_ranks_with_disks_of_their_own(kit):
     "command, number, whom",
     [
         (SPAWN, signal.SIGTERM, "launcher"),
-        slow(SPAWN, signal.SIGINT, "everybody"),
+        (SPAWN, signal.SIGINT, "everybody"),
+        (RANKS, signal.SIGTERM, "launcher"),
+        slow(("python", "ddp_spawn.py"), signal.SIGTERM, "launcher"),
         slow(TORCHRUN, signal.SIGINT, "everybody"),
         slow(TORCHRUN, signal.SIGTERM, "one rank"),
         slow(ALONE, signal.SIGTERM, "everybody"),
-        slow(PARALLEL, signal.SIGINT, "launcher"),
+        (PARALLEL, signal.SIGINT, "launcher"),
     ],
-    ids=lambda value: {SPAWN: "spawn", TORCHRUN: "torchrun", ALONE: "alone", PARALLEL: "dp"}.get(value),
 )
 def test_stop_and_go_on(kit, command, number, whom):
     command = (*command, *SNAPSHOT, "--epochs", "100000", "--workers", "1" if whom == "everybody" else "0")
@@ -292,7 +295,7 @@ def test_stop_and_go_on(kit, command, number, whom):
     assert digest(kit, *command, "--steps", str(steps + 5)) == found
 
 
-@pytest.mark.parametrize("command", [PARALLEL, slow(SPAWN), slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
+@pytest.mark.parametrize("command", [PARALLEL, SPAWN, slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
 def test_signal_during_evaluation(kit, command):
     kit.edit(
         "common/job.py",
@@ -309,7 +312,7 @@ def test_signal_during_evaluation(kit, command):
     assert "test accuracy" not in result.out
 
 
-@pytest.mark.parametrize("command", [PARALLEL, slow(SPAWN), slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
+@pytest.mark.parametrize("command", [PARALLEL, SPAWN, slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
 def test_second_signal_ends_at_once(kit, command):
     kit.edit("common/job.py", "    return F.", "    import time; time.sleep(60)\n    return F.")
     run = kit.start(*command, "--metrics", "metrics.jsonl", *SNAPSHOT, "--workers", "1")
@@ -328,7 +331,7 @@ def test_second_signal_ends_at_once(kit, command):
 
 
 def test_contents(kit):
-    assert kit.run(*TORCHRUN, *SNAPSHOT, "--steps", "15").status == 0
+    assert kit.run(*RANKS, *SNAPSHOT, "--steps", "15").status == 0
     saved = load(kit)
     assert saved.keys() == {"model", "optimizer", "schedule", "scaler", "run"}
     run = saved["run"]
@@ -392,11 +395,9 @@ def refused(kit, *command):
     return result.errors[0]
 
 
-@pytest.mark.parametrize("kinds", [("truncated", "flipped", "code", "foreign"), slow(("empty", "text", "pickle"))])
-def test_bad_snapshots(saved, kinds):
+def test_bad_snapshots(saved):
     content = (saved.path / "run.pt").read_bytes()
-    for name in kinds:
-        spoil, words = BAD[name]
+    for name, (spoil, words) in BAD.items():
         (saved.path / "run.pt").write_bytes(content)
         spoil(saved.path / "run.pt")
         line = refused(saved, *PARALLEL, *SNAPSHOT)
@@ -406,7 +407,7 @@ def test_bad_snapshots(saved, kinds):
     assert "goes on from run.pt after step 14/14 of epoch 1, 14 in all" in result.out
 
 
-@pytest.mark.parametrize("kind", ["missing", "link", slow("pipe"), slow("directory")])
+@pytest.mark.parametrize("kind", ["missing", "link", "pipe", "directory"])
 def test_no_regular_file(kit, kind):
     path = kit.path / "run.pt"
     (kit.path / "run.pt.prev").touch()
@@ -420,7 +421,6 @@ def test_no_regular_file(kit, kind):
     assert words in refused(kit, *PARALLEL, *SNAPSHOT)
 
 
-@pytest.mark.slow
 def test_snapshot_of_another_run(saved):
     for options, words in [
         (("--seed", "1"), "is of a run with --seed 0, this run has 1"),
@@ -444,7 +444,7 @@ def test_snapshot_of_another_job(saved):
     assert "is of a run with size of the train set 1438, this run has 13" in refused(saved, *PARALLEL, *SNAPSHOT)
 
 
-@pytest.mark.parametrize("command", [slow(SPAWN), slow(TORCHRUN), slow(PAIRS)], ids=["spawn", "torchrun", "pairs"])
+@pytest.mark.parametrize("command", [SPAWN, slow(TORCHRUN), PAIRS], ids=["spawn", "torchrun", "pairs"])
 def test_bad_snapshot_is_told_once(saved, command):
     flip(saved.path / "run.pt")
     assert "in it is damaged" in refused(saved, *command, *SNAPSHOT)
@@ -454,9 +454,9 @@ def test_bad_snapshot_is_told_once(saved, command):
     "path, words",
     [
         ("missing/run.pt", "No such file or directory"),
-        slow("README.md/run.pt", "Not a directory"),
+        ("README.md/run.pt", "Not a directory"),
         ("/proc/run.pt", "cannot write there"),
-        slow(".", "is a directory, a link or a device: give the path of a file"),
+        (".", "is a directory, a link or a device: give the path of a file"),
     ],
 )
 def test_place_that_cannot_be_written(kit, path, words):
@@ -470,8 +470,8 @@ def test_save_every_needs_a_path(kit):
 def test_disk_that_fills_up(saved):
     """The snapshot before a failed save is intact."""
     content = (saved.path / "run.pt").read_bytes()
-    limited = ("bash", "-c", 'ulimit -f 40; "$@"', "bash")
-    result = saved.run(*limited, *SPAWN, *SNAPSHOT)
+    saved.first("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, 40 * 1024))")
+    result = saved.run(*forked("first.py", "ddp_spawn.py"), *SNAPSHOT)
     assert result.status == 1 and len(result.errors) == 1, result
     assert "--snapshot run.pt of step 28 was not written" in result.errors[0]
     assert (saved.path / "run.pt").read_bytes() == content
@@ -484,7 +484,9 @@ def test_disk_that_is_full(kit):
     mount = "mount -t tmpfs -o size=64k full full; head -c 60000 /dev/zero > full/zeros"
     command = f'{mount}; "$@" || status=$?; ls full; exit $status'
     (kit.path / "full").mkdir()
-    result = kit.run("unshare", "--mount", "sh", "-ec", command, "sh", *PARALLEL, "--snapshot", "full/run.pt")
+    result = kit.run(
+        "unshare", "--mount", "sh", "-ec", command, "sh", "python", *PARALLEL[1:], "--snapshot", "full/run.pt"
+    )
     assert result.status == 1 and len(result.err.splitlines()) == 1, result
     assert result.errors[0].startswith("error: --snapshot full/run.pt of step 14 was not written: "), result
     assert result.out.splitlines()[-1] == "zeros", "nothing is left behind"
@@ -521,14 +523,14 @@ def test_training_goes_on_while_a_snapshot_is_written(kit):
     assert digest(kit, *ALONE, *SNAPSHOT, "--epochs", "1") == undisturbed
 
 
-@pytest.mark.parametrize("command", [ALONE, slow(TORCHRUN)], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("command", [ALONE, slow(RANKS)], ids=["alone", "ranks"])
 def test_failed_write_is_told_before_the_next(kit, command):
-    """Step 360 is saved, and would be followed by step 719 after more than half a minute."""
+    """Step 360 is saved, and would be followed by step 719 after 18 seconds."""
     kit.edit("common/job.py", FORWARD, f"        slow_down()\n{FORWARD}")
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write(SAVE.format(code='raise OSError(28, "No space left on device")'))
         file.write("\n\ndef slow_down(calls=[]):\n    import time\n")
-        file.write("    calls.append(1)\n    time.sleep(0.1 * (len(calls) > 360))\n")
+        file.write("    calls.append(1)\n    time.sleep(0.05 * (len(calls) > 360))\n")
     result = kit.run(*command, *SNAPSHOT, "--batch-size", "2", "--save-every", "360", "--metrics", "metrics.jsonl")
     assert result.status == 1 and len(result.errors) == 1, result
     assert "--snapshot run.pt of step 360 was not written: No space left on device" in result.errors[0]
