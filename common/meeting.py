@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from common.errors import RunError, UserError
-from common.waiting import Waiting, is_loopback, label, stay
+from common.waiting import Waiting, label, listen, stay
 
 
 def open_store(ranks, init_method, timeout):
@@ -35,9 +35,16 @@ def open_store(ranks, init_method, timeout):
             "--rdzv-backend=c10d and the environment TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     serve = ranks.rank == 0 and not served
-    listener = _listen(host, port) if serve and sys.platform != "win32" else None
-    # torch 2.6 does not answer on a socket of ours with libuv.
-    options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
+    options = {}
+    if serve and sys.platform != "win32":
+        try:  # torch's own socket would listen on all addresses, even where the host is loopback
+            listener = listen(host, port)
+        except OSError as error:
+            raise UserError(
+                f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
+                "MASTER_PORT, torchrun's --master_port or --init-method"
+            ) from None
+        options = dict(master_listen_fd=listener.detach(), use_libuv=False)  # torch 2.6 does not answer with libuv
     try:
         tcp = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
     except dist.DistError as error:
@@ -45,21 +52,6 @@ def open_store(ranks, init_method, timeout):
     if served:
         tcp = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", tcp)
     return tcp, host
-
-
-def _listen(host, port):
-    """A socket for the store; torch's own would listen on all addresses, even where the host is loopback."""
-    try:
-        if is_loopback(host):
-            return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(
-            f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
-            "MASTER_PORT, torchrun's --master_port or --init-method"
-        ) from None
 
 
 def _first_line(error):

@@ -47,6 +47,11 @@ def kill_machine(kit, number):
                 os.kill(pid, signal.SIGKILL)
 
 
+def told(result):
+    """What stands in the error output but for waiting: of torchrun's summary nothing may be left."""
+    return [line for line in result.err.splitlines() if not line.startswith("waiting for ")]
+
+
 def weights(kit, name):
     return torch.load(kit.path / name, weights_only=True)["model"]
 
@@ -106,8 +111,9 @@ def test_machine_that_does_not_come(kit, machines):
     host = kit.start(*net.on(0, SCRIPT, *options, "--node-rank=0"), env=ENV)
     late, host = late.result(20), host.result(20)
     assert (late.status, host.status) == (2, 2)
-    assert host.errors == ["error: waited 6 s in vain for node 2; here is node 0 (h0), node 1 (h1)"]
-    assert "waiting for the others, together with node 0 (h0) (" in late.err
+    missing = "node 2; here is node 0 (h0), node 1 (h1)"
+    assert host.errors == late.errors == [f"error: waited 6 s in vain for {missing}"]
+    assert f"waiting for {missing} (" in late.err
 
 
 def test_same_node_rank_twice(kit, machines):
@@ -155,10 +161,19 @@ def test_wrong_options(kit, options, words):
 def test_machines_that_differ(kit, machines):
     start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py", "--timeout", "30")
     for result in [run.result() for run in start_all(kit, machines(2), *start, "--seed", "@")]:
-        assert result.status != 0
-        assert [
-            line for line in result.errors if line.startswith("error: machines differ in --seed: 0 at node 0 (h0), 1")
-        ]
+        assert result.status == 2
+        (line,) = told(result)
+        assert line.startswith("error: machines differ in --seed: 0 at node 0 (h0), 1 at node 1 (h1)")
+
+
+@pytest.mark.slow
+def test_mistake_with_elastic(kit, machines):
+    """It is not tried again."""
+    start = (SCRIPT, "--elastic=1:2", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py", "--seed", "@")
+    for result in [run.result() for run in start_all(kit, machines(2), *start)]:
+        assert result.status == 2
+        (line,) = told(result)
+        assert line.startswith("error: machines differ in --seed: ")
 
 
 @pytest.mark.slow
@@ -174,8 +189,8 @@ def test_data_that_differ(kit, machines, which, mask, size):
     start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py", "--timeout", "30")
     line = f"error: the size of the {which} set is {size} at node 0 (h0), {size - 1} at node 1 (h1): "
     for result in [run.result() for run in start_all(kit, machines(2), *start)]:
-        assert result.status != 0
-        assert result.errors == [f"{line}it must be the same everywhere"]
+        assert result.status == 2
+        assert told(result) == [f"{line}it must be the same everywhere"]
 
 
 @pytest.mark.slow
@@ -191,6 +206,47 @@ def test_simulated_machines_end_together(kit, number, status):
     assert result.status == status and not result.processes
     assert time.monotonic() - start < 30
     assert "[node 0] world size 2, device cpu, backend gloo" in result.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["--nnodes=2 --node-rank=@ --master-addr=h0", "--elastic=1:2 --master-addr=10.0.0.1"])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_clean_stop(kit, machines, start, number, status):
+    """A signal on one machine lets the ranks of all save and leave: no machine takes that for a failure."""
+    options = ("ddp_torchrun.py", "--epochs", "100000", "--metrics", "m", "--snapshot", "s.pt")
+    runs = start_all(kit, machines(2), SCRIPT, *start.split(), "--", *options)
+    runs[0].wait_for(lambda: kit.metrics("m", "step"))
+    os.kill(runs[1].pid, number)
+    results = [run.result(60) for run in runs]
+    assert [result.status for result in results] == [143, status], results
+    assert [told(result) for result in results] == [[], []]
+    assert [result.out.count("stopped by SIGTERM") for result in results] == [1, 1], results
+    assert (kit.path / "s.pt").exists()
+
+
+@pytest.mark.slow
+def test_frozen_machine(kit, machines):
+    """The only rank of a machine is stopped: the other machine tells it and ends, and so do script and rank there."""
+    kit.fault("os.kill(os.getpid(), signal.SIGSTOP)", rank=0)
+    start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py", "--timeout", "5")
+    frozen, other = [run.result(120) for run in start_all(kit, machines(2), *start)]
+    assert (other.status, frozen.status) == (1, 1)
+    assert not other.processes and not frozen.processes
+    assert other.errors and frozen.errors == [
+        "error: another machine has failed, and rank 0 on h0 did not end: it was killed"
+    ]
+
+
+@pytest.mark.slow
+def test_killed_rank(kit, machines):
+    """No rank is left on its machine to tell it."""
+    kit.fault("os.kill(os.getpid(), signal.SIGKILL)")
+    start = (SCRIPT, "--nnodes=2", "--node-rank=@", "--master-addr=h0", "--", "ddp_torchrun.py")
+    other, killed = [run.result() for run in start_all(kit, machines(2), *start)]
+    assert (other.status, killed.status) == (1, 137)
+    assert told(killed) == ["error: rank 1 on h1 was killed by SIGKILL"]
+    (line,) = told(other)
+    assert line.startswith("error: rank 1 on h1 does not answer in step 5/14")
 
 
 @pytest.mark.slow

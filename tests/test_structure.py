@@ -15,6 +15,7 @@ ORDER += [
     "network",
     "place",
     "multinode",
+    "agent",
     "machines",
     "ranks",
     "start",
@@ -22,7 +23,7 @@ ORDER += [
     "waiting",
 ]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
-LINES = {"run": 610, "snapshot": 440, "faults": 360, "multinode": 250}
+LINES = {"run": 610, "snapshot": 440, "faults": 360}
 IN_ALL, SCRIPT, SHELL, NAMES = 3443, 100, 46, 14
 
 
