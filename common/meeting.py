@@ -61,36 +61,53 @@ def _first_line(error):
 def meet(store, host, ranks, args):
     """Wait until all ranks have come to the store, see that their machines are alike, and choose gloo's interface.
 
-    Returns the address by which the others reach this machine, or None where it is not known.
-    Raises on all ranks `RunError` where some do not come within `args.timeout`, and names them; `UserError` where the
-    machines differ in torch, files or arguments.
+    Returns the address by which the others reach this machine, or None where it is not known. Raises on all ranks
+    `RunError` where some do not come, or machines do not reach each other; `UserError` where the machines differ.
     """
     if ranks.world_size == 1:
         return "127.0.0.1"
-    store = dist.PrefixStore("meeting", store)
-    mine = {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
-    mine["first_rank"] = ranks.rank - ranks.local_rank
-    if not ranks.one_machine:
-        from common import network  # not needed on one machine
+    if ranks.one_machine:
+        exchange(store, "meeting", ranks, {}, args.timeout)
+        return "127.0.0.1"
+    from common import network  # not needed on one machine
 
-        mine |= network.describe(args, host)
+    mine = network.describe(args, host)
+    verdict = exchange(store, "meeting", ranks, mine, args.timeout, network.judge, UserError)
+    address, error = network.connect(store, ranks, mine["address"], verdict)
+    exchange(store, "connection", ranks, {"error": error}, args.timeout)
+    return address
+
+
+def first_error(there):
+    return {"error": next((mine["error"] for mine in there if mine.get("error")), "")}
+
+
+def exchange(store, name, ranks, mine, timeout, judge=first_error, error=RunError):
+    """Let rank 0 judge what each rank says, the dict `mine`, and return the verdict on all ranks.
+
+    judge: gives a dict for the list of what all said. Raises `error` on all ranks where its "error" is not "", and
+    `RunError` where some rank does not come within `timeout` seconds; it names them.
+    """
+    store = dist.PrefixStore(name, store)
+    mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
+    mine["first_rank"] = ranks.rank - ranks.local_rank
     store.set(str(ranks.rank), json.dumps(mine))
     if ranks.rank == 0:
-        verdict = _judge(store, ranks, args)
+        verdict = _judge(store, ranks, timeout, judge)
         store.set("verdict", json.dumps(verdict))
     else:
-        verdict = _wait_for_verdict(store, args.timeout)
+        verdict = _wait_for_verdict(store, timeout)
     store.add("read", 1)
     if verdict["error"]:
         stay(store, "read", verdict["came"], ranks)
-        raise (UserError if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
-    return "127.0.0.1" if ranks.one_machine else network.connect(store, ranks, mine["address"], verdict)
+        raise (error if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
+    return verdict
 
 
-def _judge(store, ranks, args):
-    """Rank 0: wait for all; returns {"error": line or "", "came": their number}, and what `network.judge` adds."""
+def _judge(store, ranks, timeout, judge):
+    """Rank 0: wait for all; returns the verdict, with the number of those that "came"."""
     missing, there, what, looked = {str(rank) for rank in range(ranks.world_size)}, {}, "", 0
-    waiting = Waiting(args.timeout, RunError)
+    waiting = Waiting(timeout, RunError)
     try:
         while missing:
             if store.check([*missing]) or time.monotonic() > looked + 0.5:
@@ -103,12 +120,7 @@ def _judge(store, ranks, args):
                 time.sleep(0.01)
     except RunError as late:
         return {"error": str(late), "came": len(there)}
-    verdict = {"error": "", "came": len(there)}
-    if not ranks.one_machine:
-        from common import network
-
-        verdict |= network.judge([there[rank] for rank in range(ranks.world_size)])
-    return verdict
+    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": len(there)}
 
 
 def _wait_for_verdict(store, timeout):
