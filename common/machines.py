@@ -11,23 +11,11 @@ import socket
 import struct
 import sys
 import time
-from array import array
 from pathlib import Path
 
 from common.waiting import PAUSE, Waiting, address_of, is_loopback, label, listen
 
 # ------------------------------------------------------------------------------------- addresses, interfaces
-
-
-def is_here(host):
-    """Whether a name or address is this machine's. Raises `OSError` where the name is not known."""
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(address)
-        except OSError:
-            return False
-    return True
 
 
 def address_towards(host):
@@ -46,12 +34,10 @@ def interfaces():
 
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        entries = array("B", bytes(40 * 1024))  # struct ifreq, see `man 7 netdevice`
-        request = struct.pack("iL", len(entries), entries.buffer_info()[0])
-        (length,) = struct.unpack_from("i", fcntl.ioctl(any_socket, 0x8912, request))  # SIOCGIFCONF
-    for start in range(0, length, 40):
-        entry = entries[start : start + 40].tobytes()
-        found[socket.inet_ntoa(entry[20:24])] = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(any_socket, 0x8915, struct.pack("40s", name.encode()))  # SIOCGIFADDR
+                found[socket.inet_ntoa(answer[20:24])] = name
     for line in Path("/proc/net/if_inet6").read_text().splitlines() if Path("/proc/net/if_inet6").exists() else []:
         address, *_, name = line.split()
         found[str(ipaddress.ip_address(bytes.fromhex(address)))] = name
@@ -89,7 +75,8 @@ def is_master_here(args):
     """Whether node rank 0 is here. Raises `MeetingError` where the master address contradicts the node rank."""
     name, rank, machine = args.master_addr, args.node_rank, socket.gethostname()
     try:
-        here, address, loopback = is_here(name), address_of(name), is_loopback(name)
+        address, loopback = address_of(name), is_loopback(name)
+        here = loopback or address_towards(name) == address
     except OSError as error:
         raise MeetingError(f"--master-addr {name}: {error.strerror}; give an address that all machines know") from None
     if args.simulated:
@@ -142,15 +129,15 @@ def host(args, listener):
             connection, _ = listener.accept()
             connection.settimeout(1)
             node, nnodes, other = json.loads(connection.makefile().readline(1000))
+            error = ""
             if nnodes != args.nnodes:
                 error = f"--nnodes {nnodes} on {other}, but {args.nnodes} on {name}: start all with the same command"
-                send(connection, error, "", "")
             elif twin := {0: [name], **others}.get(node):
                 error = f"--node-rank {node} on {other}, but {twin[0]} has it: give each machine its own"
-                send(connection, error, "", "")
             else:
                 others[node] = other, connection
                 address = connection.getsockname()[0].removeprefix("::ffff:")
+            send(connection, error, what, "")
     for _, connection in others.values():
         send(connection, "", "", address)
         connection.settimeout(None)

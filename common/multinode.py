@@ -24,16 +24,17 @@ def options(arguments):
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(prog=SCRIPT.name, add_help=False, allow_abbrev=False)
     parser.error = fail
-    parser.add_argument("--node-rank", type=whole(0))
-    for name in ("--nnodes", "--nproc-per-node", "--simulate"):
-        parser.add_argument(name, type=whole(1))
+    for name in ("--nnodes", "--node-rank", "--nproc-per-node", "--simulate", "--master-port"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--master-addr")
-    parser.add_argument("--master-port", type=whole(1, 2**16 - 1))
-    parser.add_argument("--timeout", type=whole(1), default=600)
+    parser.add_argument("--timeout", type=int, default=600)
     parser.add_argument("--elastic", type=elastic)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--simulated", action="store_true")  # one of the machines of --simulate
     args = parser.parse_args(arguments[:end])
+    for name, value in vars(args).items():
+        if type(value) is int and not (name != "node_rank") <= value < 2**16:
+            fail(f"--{name.replace('_', '-')} {value} must be from {int(name != 'node_rank')} to 65535")
     args.command = arguments[end + 1 :]
     if not args.command or args.command[0].startswith("-"):
         args.command.insert(0, "ddp_torchrun.py")
@@ -49,15 +50,6 @@ def options(arguments):
 def fail(line):
     hint = "; what belongs to the script comes after --, see --help" if line.startswith("unrecognized") else ""
     raise MeetingError(f"{line}{hint}")
-
-
-def whole(low, high=10**9):
-    def parse(text):
-        if not (text.isascii() and text.isdecimal() and len(text) < 11 and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high}")
-        return int(text)
-
-    return parse
 
 
 def elastic(text):
@@ -151,22 +143,12 @@ def slurm(args, arguments):
     srun = subprocess.Popen([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], start_new_session=True)
     # At SIGTERM srun would kill the tasks before they have saved.
     status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]))
-    snapshot = given("--snapshot", args.command)
-    if status == 143 and snapshot:
+    if status == 143 and any(word.startswith("--snapshot") for word in args.command):
         state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
-            there = Path(snapshot).exists()
-            how = "goes on from the snapshot" if there else f"starts anew, there is no {snapshot} yet"
-            print(f"requeued: {how}", flush=True)
+            print("requeued: goes on from the last snapshot", flush=True)
             subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
-
-
-def given(name, command):
-    """The value of an option in the script's arguments, or None."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument(name, dest="value")
-    return parser.parse_known_args(command)[0].value
 
 
 # ----------------------------------------------------------------------------------------------------- torchrun

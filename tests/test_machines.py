@@ -140,7 +140,8 @@ def test_master_port_taken(kit):
     [
         ([], "--nnodes is missing"),
         (["--nnodes=2", "--node-rank=0"], "--master-addr is missing"),
-        (["--nnodes=two"], "argument --nnodes: two is not a whole number from 1"),
+        (["--nnodes=two"], "argument --nnodes: invalid int value: 'two'"),
+        (["--nnodes=0"], "--nnodes 0 must be from 1 to 65535"),
         (["--elastic=2"], "argument --elastic: 2 is not MIN:MAX"),
         (["--elastic=3:2"], "--elastic: 3:2 is not MIN:MAX, such as 1:2, with MIN from 1 to MAX"),
         (["--epochs=5"], "unrecognized arguments: --epochs=5; what belongs to the script comes after --"),
@@ -277,7 +278,7 @@ def test_sbatch(kit, slurm):
         while len(kit.metrics("m", "end")) < number + 2:
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
-        for words in ("stopped by SIGTERM", "requeued: goes on from the snapshot", f"goes on from {number}.pt"):
+        for words in ("stopped by SIGTERM", "requeued: goes on from the last snapshot", f"goes on from {number}.pt"):
             assert words in log.read_text(), (how, log.read_text())
     ends = kit.metrics("m", "end")
     assert len({line["weights_sha256"] for line in ends}) == 1 and {line["world_size"] for line in ends} == {2}
