@@ -62,30 +62,30 @@ def elastic(text):
 # --------------------------------------------------------------------------------------------------- processes
 
 
-def wait_for(children, stop, until_all=False):
+def wait_for(children, stop, until_all):
     """Wait for processes; returns the exit status of the first that failed, or that of a signal received.
 
-    stop: called once, when a signal comes or the first one fails; where `until_all`, only for a signal.
+    stop: called once, when a signal comes; unless `until_all` also when the first one fails.
     """
-    status = 0
+    status, signals, running = 0, [], True
 
-    def receive(number=None, frame=None):
-        nonlocal status
-        if status < 128:
-            status = 128 + number
+    def receive(number, frame):
+        signals.append(number)
+        if len(signals) == 1:
             stop()
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, receive)
-    while any(child.poll() is None for child in children):
+    while running:
         time.sleep(0.05)
+        running = any(child.poll() is None for child in children)
         failed = [child.returncode for child in children if child.returncode]
         if failed and not status:
             status = failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells have it
-            if not until_all:
+            if not until_all and not signals:
                 stop()
-    return status
+    return 128 + signals[0] if signals and status else status
 
 
 def simulate(args):
@@ -142,7 +142,7 @@ def slurm(args, arguments):
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
     srun = subprocess.Popen([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], start_new_session=True)
     # At SIGTERM srun would kill the tasks before they have saved.
-    status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]))
+    status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]), until_all=True)
     if status == 143 and any(word.startswith("--snapshot") for word in args.command):
         state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled

@@ -31,7 +31,7 @@ def describe(args, host):
     for name, value in sorted(vars(args).items()):
         if name not in OWN_ARGUMENTS:
             mine["alike"][f"--{name.replace('_', '-')}"] = bool(value) if name in OWN_PATHS else str(value)
-    interfaces = [name for _, name in socket.if_nameindex()] if sys.platform != "win32" else []
+    interfaces = list(dict.fromkeys(machines.interfaces().values()))
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if interfaces and name not in interfaces:
             mine["error"] = (
