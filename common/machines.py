@@ -3,9 +3,11 @@
 Nothing but the standard library: ddp_multinode.sh uses it before torch is imported.
 """
 
+import argparse
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import socket
 import struct
@@ -99,6 +101,20 @@ def is_master_here(args):
     if args.elastic and here and loopback:
         raise MeetingError(f"--master-addr {name} is {address} on its own machine: --elastic needs the address itself")
     return here if rank is None else rank == 0
+
+
+def check_batch_size(args):
+    """Raise `MeetingError` where the batch would not divide once a machine has come or gone, which would end the run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--batch-size", type=int)
+    with contextlib.suppress(argparse.ArgumentError):  # which the ranks tell
+        size, (low, high) = parser.parse_known_args(args.command)[0].batch_size, map(int, args.elastic.split(":"))
+        counts = [machines * args.nproc_per_node for machines in range(low, high + 1)]
+        if size and (bad := [count for count in counts if size % count]):
+            raise MeetingError(
+                f"--batch-size {size} does not divide into {bad[0]} processes, which --elastic {args.elastic} allows: "
+                f"take a multiple of {math.lcm(*counts)}, or other limits"
+            )
 
 
 def send(connection, *values):

@@ -166,6 +166,8 @@ def torchrun(args):
         import torch
 
         args.nproc_per_node = torch.accelerator.device_count() or 1
+    if args.elastic:
+        machines.check_batch_size(args)
     is_master = machines.is_master_here(args)
     master, own, others = machines.meet(args, is_master)
     if args.elastic:

@@ -146,6 +146,10 @@ def test_master_port_taken(kit):
         (["--elastic=3:2"], "--elastic: 3:2 is not MIN:MAX, such as 1:2, with MIN from 1 to MAX"),
         (["--epochs=5"], "unrecognized arguments: --epochs=5; what belongs to the script comes after --"),
         (["--nnodes"], "argument --nnodes: expected one argument"),
+        (
+            ["--elastic=1:3", "--master-addr=localhost", "--nproc-per-node=2", "--", "--batch-size=64"],
+            "--batch-size 64 does not divide into 6 processes, which --elastic 1:3 allows: take a multiple of 12",
+        ),
         (["--nnodes=2", "--", "no.py"], "there is no script no.py"),
         (
             ["--nnodes=2", "--node-rank=1", "--master-addr=localhost"],
