@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 GRACE = 20  # seconds in which the ranks here tell that others failed, and end
-MISTAKE, FINAL = 2, {2, 130, 143}  # no new attempt: a mistake of the user's; stopped by a signal
+MISTAKE, STOPPED = 2, {130, 143}  # exit status of ranks: no new attempt is made after these
 
 
 class Agent(LocalElasticAgent):
@@ -43,7 +43,10 @@ class Agent(LocalElasticAgent):
         if self.received or self.failed_elsewhere.is_set():
             self._stop_workers(group)  # SIGTERM; SIGKILL after 30 s
         result = super()._monitor_workers(group)
-        if result.failures and (self.received or FINAL & {failure.exitcode for failure in result.failures.values()}):
+        codes = {failure.exitcode for failure in result.failures.values()}
+        # A machine that comes stops the ranks as well, but for a new attempt.
+        stopped = codes & STOPPED and not group.spec.rdzv_handler.num_nodes_waiting()
+        if codes and (self.received or MISTAKE in codes or stopped):
             raise ChildFailedError("", result.failures)
         return result
 
@@ -96,7 +99,7 @@ def _status(failures, saves):
         return 1
     if MISTAKE in codes:
         return MISTAKE
-    if saves and codes <= FINAL and 0 not in failures:  # rank 0 has said it on its machine
+    if saves and codes <= STOPPED and 0 not in failures:  # rank 0 has said it on its machine
         print(f"stopped by {signal.Signals(max(codes) - 128).name}: see the machine of rank 0 for the step", flush=True)
     if Agent.received:
         return 128 + Agent.received[0][0]

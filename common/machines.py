@@ -104,7 +104,7 @@ def is_master_here(args):
 
 
 def check_batch_size(args):
-    """Raise `MeetingError` where the batch would not divide once a machine has come or gone, which would end the run."""
+    """Raise `MeetingError` where the batch would not divide once a machine has come or gone: the run would end."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--batch-size", type=int)
     with contextlib.suppress(argparse.ArgumentError):  # which the ranks tell

@@ -480,3 +480,21 @@ def test_elastic(kit, machines, fault):
     assert kit.metrics("m", "end")[0]["step"] == 60 * 14
     one, several = weights(kit, "alone.pt"), weights(kit, "run.pt")
     assert max((one[name] - several[name]).abs().max().item() for name in one) < 1e-9
+
+
+@pytest.mark.slow
+def test_elastic_takes_one_more(kit, machines):
+    """Two machines stop their ranks for a third one: neither takes that for the end of the run."""
+    pause = "            __import__('time').sleep(0.1 * (not __import__('os').path.exists('fast')))\n"
+    kit.edit("ddp_torchrun.py", "            run.record(loss)\n", f"{pause}            run.record(loss)\n")
+    net = machines(3)
+    command = (SCRIPT, "--elastic=2:3", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py", "--epochs", "40")
+    options = ("--snapshot", "s.pt", "--metrics", "m")
+    runs = [kit.start(*net.on(number, *command, *options), env=ENV) for number in (0, 1)]
+    runs[0].wait_for(lambda: len(kit.metrics("m", "step")) > 3, timeout=90)
+    runs.append(kit.start(*net.on(2, *command, *options), env=ENV))
+    runs[0].wait_for(lambda: [line for line in kit.metrics("m", "start") if line["world_size"] == 3], timeout=90)
+    (kit.path / "fast").touch()
+    results = [run.result(90) for run in runs]
+    assert [result.status for result in results] == [0, 0, 0], results
+    assert kit.metrics("m", "end")[0]["step"] == 40 * 14
