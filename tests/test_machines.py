@@ -323,25 +323,24 @@ def test_wrong_interface(kit, machines, interface, status, line):
 
 
 @pytest.mark.slow
-def test_machine_that_dies(kit, machines):
-    net = machines(2)
-    command = (
-        SCRIPT,
-        "--nnodes=2",
-        "--master-addr=h0",
-        "--",
-        "ddp_torchrun.py",
-        "--epochs",
-        "100000",
-        "--metrics",
-        "m",
-    )
-    first = kit.start(*net.on(0, *command[:2], "--node-rank=0", *command[2:]), env=ENV)
-    second = kit.start(*net.on(1, *command[:2], "--node-rank=1", *command[2:]), env=ENV | {"MACHINE": "1"})
-    first.wait_for(lambda: kit.metrics("m", "step"), timeout=90)
-    kill_machine(kit, 1)
-    assert first.result(60).status == 1
-    second.result(10)
+@pytest.mark.parametrize(
+    "dies, words", [(1, "error: rank 1 on h1 does not answer in step"), (0, "error: rank 0 on h0, ")]
+)
+def test_machine_that_dies(kit, machines, dies, words):
+    """The other one tells it in one line; also where the store goes with the machine, without torch's stacks."""
+    net, options = machines(2), ("--master-addr=h0", "--", "ddp_torchrun.py", "--epochs", "100000", "--metrics", "m")
+    runs = [
+        kit.start(
+            *net.on(rank, SCRIPT, "--nnodes=2", f"--node-rank={rank}", *options), env=ENV | {"MACHINE": f"{rank}"}
+        )
+        for rank in (0, 1)
+    ]
+    runs[0].wait_for(lambda: kit.metrics("m", "step"), timeout=90)
+    kill_machine(kit, dies)
+    other = runs[1 - dies].result(60)
+    (line,) = told(other)
+    assert other.status == 1 and line.startswith(words)
+    runs[dies].result(10)
 
 
 @pytest.mark.slow
