@@ -125,7 +125,7 @@ def host(args, listener):
     """Node rank 0: wait for all others, and tell them that all are there. Returns its address as they know it."""
     name, address, others = socket.gethostname(), address_of(args.master_addr), {}
     waiting = Waiting(args.timeout, MeetingError)
-    listener.settimeout(0.5)
+    listener.settimeout(0.2)
     while missing := [f"node {node}" for node in range(1, args.nnodes) if node not in others]:
         there = [label(0, name), *(label(node, others[node][0]) for node in sorted(others))]
         what = f"{', '.join(missing)}; here is {', '.join(there)}"
