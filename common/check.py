@@ -10,7 +10,7 @@ from common import group, meeting, place, ranks
 from common.errors import RunError, entry
 from common.options import Options
 
-SIZES = (8, 2**16, 2**20, 2**24)  # bytes
+SIZES = (8, 2**12, 2**16, 2**20, 2**24)  # bytes
 
 
 @entry
@@ -19,21 +19,21 @@ def main():
     here = place.ranks_from_environment(args)
     args.backend = place.resolve_backend(args.backend, args.device)
     device = place.local_devices(args, here)[0]
-    store, host, address = group.setup(args, here, [device])
-    began = time.monotonic()
+    store, _, address = group.setup(args, here, [device])
+    began, doing = time.monotonic(), "the exchange of names"
     try:
         show(here, device, address)
-        test(device)
         for size in SIZES:
-            began = time.monotonic()
+            began, doing = time.monotonic(), f"an all-reduce of {size:,} bytes"
+            test(size, device)
             measure(size, device)
     except RuntimeError as error:
         # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
         # wait in the collective, until its time is over.
-        args.timeout = 5 + max(0, began + args.timeout - time.monotonic())
-        meeting.meet(dist.PrefixStore("after an error", store), host, here, args)
-        raise RunError(f"{error}, though all ranks answer") from None
-    ranks.say("all is well")
+        left = 5 + max(0, began + args.timeout - time.monotonic())
+        meeting.exchange(store, "after an error", here, {}, left)
+        raise RunError(f"{doing} fails, though all ranks answer: {error}") from None
+    ranks.say("all is well: the sums are right on all ranks")
 
 
 def show(here, device, address):
@@ -50,15 +50,13 @@ def show(here, device, address):
         ranks.say("  ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def test(device):
-    """Raise `RunError` where a rank gets a wrong sum from an all-reduce."""
-    numbers = torch.arange(1000, device=device)
-    world_size = ranks.world_size()
+def test(size, device):
+    """Raise `RunError` where a rank gets a wrong sum from an all-reduce of `size` bytes."""
+    numbers, world_size = torch.arange(size // 8, device=device), ranks.world_size()
     right = torch.equal(ranks.total(numbers * (ranks.rank() + 1)), numbers * (world_size * (world_size + 1) // 2))
     answers = ranks.gather_objects((right, f"rank {ranks.rank()} at {ranks.this_machine()}"))
     if wrong := [name for right, name in answers if not right]:
-        raise RunError(f"an all-reduce gives a wrong sum on {', '.join(wrong)}")
-    ranks.say("all-reduce: the sums are right on all ranks")
+        raise RunError(f"an all-reduce of {size:,} bytes gives a wrong sum on {', '.join(wrong)}")
 
 
 def measure(size, device):

@@ -270,7 +270,7 @@ def is_lost(error):
 def tell(error):
     """Tell of the exception that ends a process. Returns the exit status."""
     status = _tell_after_meeting(error) if process.watch else tell_before_meeting(error)
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and "DDP_AGENT" not in os.environ
     if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
     return status

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from common.errors import RunError, UserError
-from common.waiting import Waiting, is_loopback, label, stay
+from common.waiting import Waiting, label, listen, stay
 
 
 def open_store(ranks, init_method, timeout):
@@ -35,9 +35,16 @@ def open_store(ranks, init_method, timeout):
             "--rdzv-backend=c10d and the environment TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     serve = ranks.rank == 0 and not served
-    listener = _listen(host, port) if serve and sys.platform != "win32" else None
-    # torch 2.6 does not answer on a socket of ours with libuv.
-    options = dict(master_listen_fd=listener.detach(), use_libuv=False) if listener else {}
+    options = {}
+    if serve and sys.platform != "win32":
+        try:  # torch's own socket would listen on all addresses, even where the host is loopback
+            listener = listen(host, port)
+        except OSError as error:
+            raise UserError(
+                f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
+                "MASTER_PORT, torchrun's --master_port or --init-method"
+            ) from None
+        options = dict(master_listen_fd=listener.detach(), use_libuv=False)  # torch 2.6 does not answer with libuv
     try:
         tcp = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
     except dist.DistError as error:
@@ -47,21 +54,6 @@ def open_store(ranks, init_method, timeout):
     return tcp, host
 
 
-def _listen(host, port):
-    """A socket for the store; torch's own would listen on all addresses, even where the host is loopback."""
-    try:
-        if is_loopback(host):
-            return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(
-            f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
-            "MASTER_PORT, torchrun's --master_port or --init-method"
-        ) from None
-
-
 def _first_line(error):
     return str(error).partition("\n")[0]
 
@@ -69,36 +61,53 @@ def _first_line(error):
 def meet(store, host, ranks, args):
     """Wait until all ranks have come to the store, see that their machines are alike, and choose gloo's interface.
 
-    Returns the address by which the others reach this machine, or None where it is not known.
-    Raises on all ranks `RunError` where some do not come within `args.timeout`, and names them; `UserError` where the
-    machines differ in torch, files or arguments.
+    Returns the address by which the others reach this machine, or None where it is not known. Raises on all ranks
+    `RunError` where some do not come, or machines do not reach each other; `UserError` where the machines differ.
     """
     if ranks.world_size == 1:
         return "127.0.0.1"
-    store = dist.PrefixStore("meeting", store)
-    mine = {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
-    mine["first_rank"] = ranks.rank - ranks.local_rank
-    if not ranks.one_machine:
-        from common import network  # not needed on one machine
+    if ranks.one_machine:
+        exchange(store, "meeting", ranks, {}, args.timeout)
+        return "127.0.0.1"
+    from common import network  # not needed on one machine
 
-        mine |= network.describe(args, host)
+    mine = network.describe(args, host)
+    verdict = exchange(store, "meeting", ranks, mine, args.timeout, network.judge, UserError)
+    address, error = network.connect(store, ranks, mine["address"], verdict)
+    exchange(store, "connection", ranks, {"error": error}, args.timeout)
+    return address
+
+
+def first_error(there):
+    return {"error": next((mine["error"] for mine in there if mine.get("error")), "")}
+
+
+def exchange(store, name, ranks, mine, timeout, judge=first_error, error=RunError):
+    """Let rank 0 judge what each rank says, the dict `mine`, and return the verdict on all ranks.
+
+    judge: gives a dict for the list of what all said. Raises `error` on all ranks where its "error" is not "", and
+    `RunError` where some rank does not come within `timeout` seconds; it names them.
+    """
+    store = dist.PrefixStore(name, store)
+    mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
+    mine["first_rank"] = ranks.rank - ranks.local_rank
     store.set(str(ranks.rank), json.dumps(mine))
     if ranks.rank == 0:
-        verdict = _judge(store, ranks, args)
+        verdict = _judge(store, ranks, timeout, judge)
         store.set("verdict", json.dumps(verdict))
     else:
-        verdict = _wait_for_verdict(store, args.timeout)
+        verdict = _wait_for_verdict(store, timeout)
     store.add("read", 1)
     if verdict["error"]:
         stay(store, "read", verdict["came"], ranks)
-        raise (UserError if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
-    return "127.0.0.1" if ranks.one_machine else network.connect(store, ranks, mine["address"], verdict)
+        raise (error if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
+    return verdict
 
 
-def _judge(store, ranks, args):
-    """Rank 0: wait for all; returns {"error": line or "", "came": their number}, and what `network.judge` adds."""
+def _judge(store, ranks, timeout, judge):
+    """Rank 0: wait for all; returns the verdict, with the number of those that "came"."""
     missing, there, what, looked = {str(rank) for rank in range(ranks.world_size)}, {}, "", 0
-    waiting = Waiting(args.timeout, RunError)
+    waiting = Waiting(timeout, RunError)
     try:
         while missing:
             if store.check([*missing]) or time.monotonic() > looked + 0.5:
@@ -111,24 +120,15 @@ def _judge(store, ranks, args):
                 time.sleep(0.01)
     except RunError as late:
         return {"error": str(late), "came": len(there)}
-    verdict = {"error": "", "came": len(there)}
-    if not ranks.one_machine:
-        from common import network
-
-        verdict |= network.judge([there[rank] for rank in range(ranks.world_size)])
-    return verdict
+    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": len(there)}
 
 
 def _wait_for_verdict(store, timeout):
     try:
-        store.wait(["0"], timedelta(seconds=timeout))
-    except dist.DistError as error:
-        raise RunError(f"rank 0 did not come: {_first_line(error)}") from None
-    try:
         store.wait(["verdict"], timedelta(seconds=timeout + 10))
         return json.loads(store.get("verdict"))
     except dist.DistError as error:
-        raise RunError(f"rank 0 has gone, or does not answer: {_first_line(error)}") from None
+        raise RunError(f"rank 0 did not come, or does not answer any more: {_first_line(error)}") from None
 
 
 def name_ranks(ranks, there):

@@ -1,9 +1,9 @@
-"""The program behind ddp_multinode.sh: its options, SLURM, and torchrun on this machine. Standard library only."""
+"""The program behind ddp_multinode.sh: its options, SLURM, the machines that meet. Standard library only."""
 
 import argparse
+import importlib.util
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,41 +24,32 @@ def options(arguments):
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(prog=SCRIPT.name, add_help=False, allow_abbrev=False)
     parser.error = fail
-    parser.add_argument("--node-rank", type=whole(0))
-    for name in ("--nnodes", "--nproc-per-node", "--simulate"):
-        parser.add_argument(name, type=whole(1))
+    for name in ("--nnodes", "--node-rank", "--nproc-per-node", "--simulate", "--master-port"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--master-addr")
-    parser.add_argument("--master-port", type=whole(1, 2**16 - 1))
-    parser.add_argument("--timeout", type=whole(1), default=600)
+    parser.add_argument("--timeout", type=int, default=600)
     parser.add_argument("--elastic", type=elastic)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--simulated", action="store_true")  # one of the machines of --simulate
     args = parser.parse_args(arguments[:end])
-    command = arguments[end + 1 :]
-    if not command or command[0].startswith("-"):
-        command.insert(0, str(HERE / "ddp_torchrun.py"))
-    if not Path(command[0]).is_file():
-        command[0] = str(HERE / command[0])
-    if not Path(command[0]).is_file():
-        fail(f"there is no script {Path(command[0]).name} here")
-    if not shutil.which("torchrun"):
-        fail("torchrun is not found: activate the environment in which torch is installed")
-    args.command = command
+    for name, value in vars(args).items():
+        if type(value) is int and not (name != "node_rank") <= value < 2**16:
+            fail(f"--{name.replace('_', '-')} {value} must be from {int(name != 'node_rank')} to 65535")
+    args.command = arguments[end + 1 :]
+    if not args.command or args.command[0].startswith("-"):
+        args.command.insert(0, "ddp_torchrun.py")
+    if not Path(args.command[0]).is_file():
+        args.command[0] = str(HERE / args.command[0])
+    if not Path(args.command[0]).is_file():
+        fail(f"there is no script {Path(args.command[0]).name} here")
+    if not importlib.util.find_spec("torch"):
+        fail(f"{sys.executable} has no torch: activate the environment in which it is installed")
     return args
 
 
 def fail(line):
     hint = "; what belongs to the script comes after --, see --help" if line.startswith("unrecognized") else ""
     raise MeetingError(f"{line}{hint}")
-
-
-def whole(low, high=10**9):
-    def parse(text):
-        if not (text.isascii() and text.isdecimal() and len(text) < 11 and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high}")
-        return int(text)
-
-    return parse
 
 
 def elastic(text):
@@ -71,74 +62,52 @@ def elastic(text):
 # --------------------------------------------------------------------------------------------------- processes
 
 
-def supervise(command, stop=None):
-    """Run a command to its end; returns its status. SIGTERM and Ctrl-C are passed on as SIGTERM; a later one kills.
+def wait_for(children, stop, until_all):
+    """Wait for processes; returns the exit status of the first that failed, or that of a signal received.
 
-    stop: what to do with the child instead, and once, under a scheduler: it kills by itself, and may signal repeatedly.
+    stop: called once, when a signal comes; unless `until_all` also when the first one fails.
     """
-    child, received = None, []
+    status, signals, running = 0, [], True
 
-    def pass_on(number, frame):
-        if not received:
-            received.extend([number, time.monotonic()])
-            if child:
-                (stop or subprocess.Popen.terminate)(child)
-        elif child and not stop and time.monotonic() > received[1] + 1:  # sooner it is the same one, sent twice
-            os.killpg(child.pid, signal.SIGKILL)
+    def receive(number, frame):
+        signals.append(number)
+        if len(signals) == 1:
+            stop()
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C reaches it once
-    if received:
-        (stop or subprocess.Popen.terminate)(child)
-    status = child.wait()
-    if status and received:
-        return 128 + received[0]  # torchrun says 1, whatever it was
-    return shell_status(status)
-
-
-def shell_status(code):
-    """The exit status as shells have it; Python writes a signal's number as a negative one."""
-    return code if code >= 0 else 128 - code
+        signal.signal(number, receive)
+    while running:
+        time.sleep(0.05)
+        running = any(child.poll() is None for child in children)
+        failed = [child.returncode for child in children if child.returncode]
+        if failed and not status:
+            status = failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells have it
+            if not until_all and not signals:
+                stop()
+    return 128 + signals[0] if signals and status else status
 
 
 def simulate(args):
     """Run this program once for each of several machines, all on this one; returns the exit status."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = args.master_port or probe.getsockname()[1]
-    running, threads, status = [], [], 0
-
-    def end_all(number=None, frame=None):
-        nonlocal status
-        status = status or 128 + number
-        for machine in running:
-            if machine.poll() is None:
-                machine.terminate()
-
-    signal.signal(signal.SIGTERM, end_all)
-    signal.signal(signal.SIGINT, end_all)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they would all take the same devices
     same = ["--simulated", f"--nnodes={args.simulate}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     same += [f"--nproc-per-node={args.nproc_per_node or 1}", f"--timeout={args.timeout}"]
     same += [f"--elastic={args.elastic}"] * bool(args.elastic) + ["--check"] * args.check
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    running, threads = [], []
     for rank in range(args.simulate):
-        command = [sys.executable, "-m", "common.multinode", *same, f"--node-rank={rank}", "--", *args.command]
         if cores:  # a share of them for each, which its processes inherit
             os.sched_setaffinity(0, cores[rank :: args.simulate] or cores)
+        command = [sys.executable, "-m", "common.multinode", *same, f"--node-rank={rank}", "--", *args.command]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        running.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        running.append(subprocess.Popen(command, start_new_session=True, text=True, errors="replace", **pipes))
         for source, target in [(running[-1].stdout, sys.stdout), (running[-1].stderr, sys.stderr)]:
-            threads.append(threading.Thread(target=copy_lines, args=(f"[node {rank}] ", source, target), daemon=True))
+            threads.append(threading.Thread(target=copy_lines, args=(f"[node {rank}] ", source, target)))
             threads[-1].start()
-    while any(machine.poll() is None for machine in running):
-        time.sleep(0.05)
-        failed = [machine.returncode for machine in running if machine.returncode]
-        if failed and not status:
-            status = shell_status(failed[0])
-            if not args.elastic:
-                end_all()
+    status = wait_for(running, lambda: [machine.terminate() for machine in running], until_all=bool(args.elastic))
     for thread in threads:
         thread.join()
     return status
@@ -146,7 +115,7 @@ def simulate(args):
 
 def copy_lines(prefix, source, target):
     for line in source:
-        target.write(prefix + line.decode(errors="replace"))
+        target.write(prefix + line)
         target.flush()
 
 
@@ -170,20 +139,14 @@ def slurm(args, arguments):
         return
     array = "SLURM_ARRAY_JOB_ID" in env  # whose last task has the array's own id, which stands for all tasks
     job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"]
-
-    def stop(srun):
-        subprocess.run(["scancel", "--signal=TERM", job])  # srun would kill the tasks before they have saved
-
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-    status = supervise([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], stop)
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--snapshot", type=Path)
-    snapshot = parser.parse_known_args(args.command)[0].snapshot
-    if status == 143 and snapshot:
+    srun = subprocess.Popen([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], start_new_session=True)
+    # At SIGTERM srun would kill the tasks before they have saved.
+    status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]), until_all=True)
+    if status == 143 and any(word.startswith("--snapshot") for word in args.command):
         state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
-            how = "goes on from the snapshot" if snapshot.exists() else f"starts anew, there is no {snapshot} yet"
-            print(f"requeued: {how}", flush=True)
+            print("requeued: goes on from the last snapshot", flush=True)
             subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
 
@@ -192,7 +155,7 @@ def slurm(args, arguments):
 
 
 def torchrun(args):
-    """Meet the other machines; returns torchrun's command."""
+    """Meet the other machines; returns torchrun's command, and connections to the others."""
     for name in ["master_addr"] if args.elastic else ["nnodes", "node_rank", "master_addr"]:
         if getattr(args, name) is None:
             fail(f"--{name.replace('_', '-')} is missing, see --help")
@@ -203,24 +166,28 @@ def torchrun(args):
         import torch
 
         args.nproc_per_node = torch.accelerator.device_count() or 1
-    master, own, is_master = machines.meet(args)
+    if args.elastic:
+        machines.check_batch_size(args)
+    is_master = machines.is_master_here(args)
+    master, own, others = machines.meet(args, is_master)
     if args.elastic:
         # After a restart the processes meet at a new port: in torchrun's own store they would find the attempt before.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = ["torchrun", f"--nnodes={args.elastic}", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=ddp"]
-        conf = f"is_host={is_master},join_timeout={args.timeout},last_call_timeout=15"
+        conf = f"is_host={int(is_master)},join_timeout={args.timeout},last_call_timeout=15"
         command += [f"--rdzv-endpoint={master}:{args.master_port}", f"--rdzv-conf={conf}"]
     else:
         command = ["torchrun", f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--master-addr={master}"]
         command += [f"--master-port={args.master_port}", f"--rdzv-conf=timeout={args.timeout}"]
     command += [f"--nproc-per-node={args.nproc_per_node}", f"--local-addr={own}"]
     if args.check:
-        return [*command, "-m", "common.check", f"--timeout={args.timeout}", *args.command[1:]]
-    return command + args.command
+        return [*command, "-m", "common.check", f"--timeout={args.timeout}", *args.command[1:]], others
+    return command + args.command, others
 
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stacks of torch's above the one line of a lost rank
     arguments = sys.argv[1:]
     try:
         args = options(arguments)
@@ -231,16 +198,18 @@ def main():
                 "--elastic is not for SLURM, whose jobs keep their machines: leave it out; a lost node needs a new job"
             )
         placed = args.nnodes or args.node_rank is not None or args.master_addr or args.elastic
-        scheduled = os.environ.get("SLURM_JOB_ID") and not placed
+        scheduled = bool(os.environ.get("SLURM_JOB_ID") and not placed)
         if scheduled:
             slurm(args, arguments)
-        command = torchrun(args)
+        command, others = torchrun(args)
     except MeetingError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     shown = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command
     print("+", shlex.join(shown), flush=True)
-    sys.exit(supervise(command, subprocess.Popen.terminate if scheduled else None))
+    from common import agent  # imports torch
+
+    sys.exit(agent.start(command, others, scheduled))
 
 
 if __name__ == "__main__":

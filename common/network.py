@@ -7,18 +7,19 @@ import json
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import torch
 
 from common import machines
-from common.errors import RunError
 from common.ranks import differences
-from common.waiting import is_loopback, label, stay
+from common.waiting import is_loopback, label
 
 # What may differ from process to process.
 OWN_ARGUMENTS = ("local_rank", "threads", "init_method")
 OWN_PATHS = ("snapshot", "metrics", "tensorboard")
+SIZES = (1, 1000, 4000, 16000, 64000)  # bytes; a packet has up to 1,500, or up to 9,000 where jumbo frames are on
 
 
 def describe(args, host):
@@ -30,7 +31,7 @@ def describe(args, host):
     for name, value in sorted(vars(args).items()):
         if name not in OWN_ARGUMENTS:
             mine["alike"][f"--{name.replace('_', '-')}"] = bool(value) if name in OWN_PATHS else str(value)
-    interfaces = [name for _, name in socket.if_nameindex()] if sys.platform != "win32" else []
+    interfaces = list(dict.fromkeys(machines.interfaces().values()))
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if interfaces and name not in interfaces:
             mine["error"] = (
@@ -52,16 +53,15 @@ def _digests():
 
 
 def judge(there):
-    """From what all ranks told: {"error": line or "", "outside", "machine_ranks"}.
+    """From what all ranks told: {"error": line or "", "outside", "first_ranks"}.
 
-    "outside" is an address that leads off rank 0's machine, "machine_ranks" are the first ranks of the machines.
+    "outside" is an address that leads off rank 0's machine, "first_ranks" are those of the machines.
     """
     outside = [mine["address"] for mine in there if mine["address"] and not is_loopback(mine["address"])]
-    errors = [mine["error"] for mine in there if mine["error"]]
     return {
-        "error": (errors or [_difference(there)])[0],
+        "error": next((mine["error"] for mine in there if mine["error"]), "") or _difference(there),
         "outside": (outside or [None])[0],
-        "machine_ranks": sorted({mine["first_rank"] for mine in there}),
+        "first_ranks": sorted({mine["first_rank"] for mine in there}),
     }
 
 
@@ -75,13 +75,26 @@ def _difference(there):
 
 
 def connect(store, ranks, address, verdict):
-    """Choose the interface, and see that each machine reaches the next. Returns the address that the others reach."""
+    """Choose the interface, and try the way to the next machine.
+
+    Returns the address by which the others reach this machine, None where it is not known; and in one line what is
+    wrong, or "". Else gloo would fail on one machine, name none, and leave others waiting for `--timeout`.
+    """
     address, interface = _set_interface(address, verdict["outside"])
-    if not interface and ranks.local_rank == 0:
+    if ranks.rank not in verdict["first_ranks"]:
+        return address, ""
+    if not interface:
         host = socket.gethostname()
         sys.stderr.write(f"{host}: cannot tell the interface that leads to the others; see GLOO_SOCKET_IFNAME\n")
-    _reach(store, ranks, verdict["machine_ranks"], address, interface)
-    return address
+    port = None
+    if address:
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = listener.getsockname()[1]
+        threading.Thread(target=_answer, args=(listener, ranks.rank), daemon=True).start()
+    store.set(f"at {ranks.rank}", json.dumps([socket.gethostname(), address, port]))
+    following = [rank for rank in verdict["first_ranks"] if rank > ranks.rank] or verdict["first_ranks"]
+    name, *other = json.loads(store.get(f"at {following[0]}"))
+    return address, _try_way(interface, following[0], name, *other) if other[0] else ""
 
 
 def _set_interface(address, outside):
@@ -102,36 +115,43 @@ def _set_interface(address, outside):
     return address, chosen
 
 
-def _reach(store, ranks, machine_ranks, address, interface):
-    """Raise `RunError` on all ranks where a machine's first rank cannot connect to that of the next machine.
+def _mark(rank):
+    """A byte by which to tell ranks apart: on a wrong interface a machine may reach itself."""
+    return bytes([rank % 255 + 1])
 
-    Else gloo would fail on one machine, with a message that names none, and leave others waiting for `--timeout`.
-    """
-    with contextlib.ExitStack() as open_until_all_have_tried:
-        if ranks.rank in machine_ranks:
-            me, host, port = machine_ranks.index(ranks.rank), socket.gethostname(), None
-            if address:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, 0), family=family)
-                port = open_until_all_have_tried.enter_context(listener).getsockname()[1]
-            store.set(f"at {ranks.rank}", json.dumps([host, address, port]))
-            name, *other = json.loads(store.get(f"at {machine_ranks[(me + 1) % len(machine_ranks)]}"))
-            error = ""
-            try:
-                if other[0]:
-                    socket.create_connection(other, timeout=5).close()
-            except OSError as reason:
-                error = (
-                    f"{host} does not reach {name} at {other[0]}, port {other[1]}, from its interface {interface} "
-                    f"({reason.strerror or reason}): all ports must be open between the machines, and "
-                    "GLOO_SOCKET_IFNAME, where it is set, name the interface that leads to the others"
-                )
-            if error:
-                store.set("not reached", error)
-            if store.add("tried", 1) == len(machine_ranks):  # the last one tells all
-                store.set("all tried", store.get("not reached") if store.check(["not reached"]) else "")
-        error = store.get("all tried").decode()
-    store.add("reached", 1)
-    if error:
-        stay(store, "reached", ranks.world_size, ranks)
-        raise RunError(error)
+
+def _answer(listener, rank):
+    """Send the machine that connects this rank's mark for each of `SIZES` that has come."""
+    listener.settimeout(60)
+    with contextlib.suppress(OSError), listener:  # the other one may fail
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as received:
+            for size in SIZES:
+                received.read(size)
+                connection.sendall(_mark(rank))
+
+
+def _try_way(interface, rank, name, address, port):
+    """In one line what is wrong on the way to a rank on the machine `name`; "" where all `SIZES` come there."""
+    host, passed = socket.gethostname(), 0
+    try:
+        with socket.create_connection((address, port), timeout=5) as connection:
+            for size in SIZES:
+                connection.sendall(bytes(size))
+                if connection.recv(1) != _mark(rank):
+                    raise OSError("another one answers")
+                passed = size
+    except OSError as reason:
+        why = f"({reason.strerror or reason})"
+        if passed:
+            return (
+                f"from {host} {passed:,} bytes at once reach {name}, {size:,} do not {why}: something between them "
+                f"drops large packets; give all interfaces the MTU that it takes, such as `ip link set {interface} mtu "
+                "1500`"
+            )
+        return (
+            f"{host} does not reach {name} at {address}, port {port}, from its interface {interface} {why}: all ports "
+            "must be open between the machines, and GLOO_SOCKET_IFNAME, where it is set, name the interface that "
+            "leads to the others"
+        )
+    return ""

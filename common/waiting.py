@@ -53,3 +53,12 @@ def is_loopback(host):
         return ipaddress.ip_address(address_of(host)).is_loopback
     except OSError:  # not known, or not known yet
         return False
+
+
+def listen(host, port):
+    """A socket that listens: for loopback on that address alone, else on all. Raises `OSError` where it cannot."""
+    if is_loopback(host):
+        return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
