@@ -150,7 +150,7 @@ def test_line_stays_short_however_many_ranks_there_are():
         watch.announce()
     line = watch.names(range(1024))
     assert line.startswith("rank 0, 1, 2, 3, 4, 5, 6, 7 and 8 more on h0; rank 16, ")
-    assert line.endswith(" on h7; and 56 machines more")
+    assert line.endswith(" on h7 and 56 machines more")
 
 
 def test_leaving_the_training_together(kit):

@@ -8,7 +8,7 @@ import sys
 import zipfile
 
 import pytest
-from harness import PYTHON, TORCHRUN, free_port, torchrun
+from harness import PYTHON, TORCHRUN, forked, free_port, torchrun
 
 slow = pytest.mark.slow
 ALONE = (PYTHON, "dp_train.py")
@@ -64,7 +64,7 @@ def test_lines_of_several_ranks_stay_whole(kit):
     kit.edit("common/job.py", line, f"        say()\n{line}")
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write("\n\ndef say():\n    print('a', *range(30), 'z')\n")
-    result = kit.run(*SPAWN, "--nprocs", "2", "--epochs", "20")
+    result = kit.run(*forked("ddp_spawn.py"), "--nprocs", "2", "--epochs", "20")
     lines = [line for line in result.out.splitlines() if re.search("[az] ?[0-9]|[0-9] ?[az]", line)]
     lines = [line for line in lines if not line.startswith(("world", "epoch", "done"))]
     assert len(lines) > 700 and set(lines) == {"a " + " ".join(map(str, range(30))) + " z"}
@@ -73,20 +73,20 @@ def test_lines_of_several_ranks_stay_whole(kit):
 @pytest.mark.parametrize("size", ["0", "-1"])
 def test_world_of_nobody(kit, size):
     env = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    result = kit.run(PYTHON, "ddp_torchrun.py", env=env)
+    result = kit.run(*forked("ddp_torchrun.py"), env=env)
     assert result.errors == [f"error: world size is {size} but must be at least 1: see torchrun's variables"]
 
 
-def test_snapshot_that_is_a_foreign_zip_file(scripts, kit):
+def test_snapshot_that_is_a_foreign_zip_file(kit):
     with zipfile.ZipFile(kit.path / "run.pt", "w") as file:
         file.writestr("readme", "of somebody else")
-    result = scripts.run("ddp_torchrun.py", "--snapshot", "run.pt")
-    assert result["status"] == 2
-    assert "--snapshot run.pt cannot be read: torch has not written it; move it away to start anew" in result["err"]
+    result = kit.run(*forked("dp_train.py"), "--snapshot", "run.pt")
+    assert result.status == 2
+    assert "--snapshot run.pt cannot be read: torch has not written it; move it away to start anew" in result.err
 
 
 def test_snapshot_path_that_is_not_utf_8(kit):
-    run = kit.start(*ALONE, "--snapshot", os.fsdecode(b"run\xff.pt"), *EPOCH)
+    run = kit.start(*forked("dp_train.py"), "--snapshot", os.fsdecode(b"run\xff.pt"), *EPOCH)
     result = run.result()
     assert result.status == 2 and "torch reads no path that is not UTF-8" in result.errors[0], result
     assert not list(kit.path.glob("run*"))
