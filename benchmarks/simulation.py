@@ -84,6 +84,7 @@ def one_rank(world_size):
     loader = train_loader(Repeated(data, 200 * args.batch_size), args, device, job.collate)
     optimizer, schedule = job.make_optimizer(model, args, loader.sampler.total_steps)
     run = Run(args, loader, ddp, model=model, optimizer=optimizer, schedule=schedule)
+    messages.clear()  # of the arrangement at the start
     times, start = [], time.perf_counter()
     for inputs, labels in run.batches():
         loss = job.loss(ddp(inputs), labels)

@@ -2,7 +2,7 @@
 
 import sys
 
-# The scripts import torch before this. Said here, before a room imports of it what may be missing.
+# The scripts import torch before this. Said here, before a module imports of it what may be missing.
 if torch := sys.modules.get("torch"):
     too_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
     if too_old or not torch.distributed.is_available():

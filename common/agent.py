@@ -44,9 +44,7 @@ class Agent(LocalElasticAgent):
             self._stop_workers(group)  # SIGTERM; SIGKILL after 30 s
         result = super()._monitor_workers(group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        # A machine that comes stops the ranks as well, but for a new attempt.
-        stopped = codes & STOPPED and not group.spec.rdzv_handler.num_nodes_waiting()
-        if codes and (self.received or MISTAKE in codes or stopped):
+        if codes and (self.received or MISTAKE in codes or (codes & STOPPED and not _somebody_comes(group))):
             raise ChildFailedError("", result.failures)
         return result
 
@@ -68,12 +66,22 @@ def start(command, peers, repeated):
     except ChildFailedError as error:
         return _status(error.failures, any(word.startswith("--snapshot") for word in command))
     except (RendezvousError, dist.DistError) as error:
+        if Agent.received:  # the machine with the rendezvous has stopped sooner
+            return 128 + Agent.received[0][0]
         sys.stderr.write(f"error: the machines lost each other: {str(error).partition(chr(10))[0]}\n")
         return 1
     for peer in peers:
         with contextlib.suppress(OSError):  # it has ended too
             peer.sendall(b"+")
     return 0
+
+
+def _somebody_comes(group):
+    """Whether another machine waits to join: it stops the ranks as well, but for a new attempt."""
+    try:
+        return group.spec.rdzv_handler.num_nodes_waiting() > 0
+    except (RendezvousError, dist.DistError):  # the machine with the rendezvous has stopped and left already
+        return False
 
 
 def _follow(peer, peers):

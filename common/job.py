@@ -1,6 +1,7 @@
 """The job: model, data, optimizer, loss and scores. Put your own here; the scripts use just the names below."""
 
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy
@@ -60,7 +61,7 @@ def load_data():
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # numpy's, where the file is empty
             table = torch.from_numpy(numpy.loadtxt(DIGITS, dtype=numpy.int64, delimiter=",", ndmin=2))
-    except (OSError, EOFError, ValueError, UserWarning) as error:
+    except (OSError, EOFError, ValueError, UserWarning, zlib.error) as error:
         raise DataError(f"{DIGITS}: {getattr(error, 'strerror', None) or error}") from None
     if table.shape[1:] != (65,) or not 0 <= table.min() <= table.max() <= 16 or table[:, 64].max() > 9:
         raise DataError(f"{DIGITS}: each row needs 64 grey levels from 0 to 16, and a digit")

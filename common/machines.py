@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.waiting import PAUSE, Waiting, address_of, is_loopback, label, listen
+from common.waiting import PAUSE, Waiting, address_of, is_literal_loopback, is_loopback, label, listen
 
 # ------------------------------------------------------------------------------------- addresses, interfaces
 
@@ -83,7 +83,7 @@ def is_master_here(args):
         raise MeetingError(f"--master-addr {name}: {error.strerror}; give an address that all machines know") from None
     if args.simulated:
         return rank == 0
-    if name.startswith(("127.", "::1", "localhost")) and args.nnodes != 1:
+    if is_literal_loopback(name) and args.nnodes != 1:
         raise MeetingError(
             f"--master-addr {name} leads each machine to itself: give the address by which others reach node rank 0; "
             "to try several machines on one, take --simulate"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from common.errors import RunError, UserError
-from common.waiting import Waiting, label, listen, stay
+from common.waiting import Waiting, is_literal_loopback, label, listen, stay
 
 
 def open_store(ranks, init_method, timeout):
@@ -38,15 +38,18 @@ def open_store(ranks, init_method, timeout):
     options = {}
     if serve and sys.platform != "win32":
         try:  # torch's own socket would listen on all addresses, even where the host is loopback
-            listener = listen(host, port)
+            listener = listen(host if ranks.one_machine or is_literal_loopback(host) else "", port)
         except OSError as error:
             raise UserError(
                 f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
                 "MASTER_PORT, torchrun's --master_port or --init-method"
             ) from None
         options = dict(master_listen_fd=listener.detach(), use_libuv=False)  # torch 2.6 does not answer with libuv
+    # A launcher serves its store before it starts a rank: where it does not answer soon, it was killed meanwhile.
+    patience = min(timeout, timedelta(seconds=30)) if served else timeout
     try:
-        tcp = dist.TCPStore(host, port, ranks.world_size, serve, timeout, **options)
+        tcp = dist.TCPStore(host, port, ranks.world_size, serve, patience, **options)
+        tcp.set_timeout(timeout)
     except dist.DistError as error:
         raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {host}, port {port}: {_first_line(error)}") from None
     if served:

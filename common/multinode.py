@@ -143,10 +143,14 @@ def slurm(args, arguments):
     srun = subprocess.Popen([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], start_new_session=True)
     # At SIGTERM srun would kill the tasks before they have saved.
     status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]), until_all=True)
-    if status == 143 and any(word.startswith("--snapshot") for word in args.command):
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--snapshot", type=Path)
+    snapshot = parser.parse_known_args(args.command)[0].snapshot
+    if status == 143 and snapshot:
         state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
-            print("requeued: goes on from the last snapshot", flush=True)
+            how = "goes on from the snapshot" if snapshot.exists() else f"starts anew, there is no {snapshot} yet"
+            print(f"requeued: {how}", flush=True)
             subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
 

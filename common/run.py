@@ -99,7 +99,7 @@ class Run:
         self.seconds = self.loss_sum = self.loss_share = self.began = 0.0
         self.loss = self.lr = self.step_loss = self.saved = self.scales = None  # saved: where the newest snapshot is
         self.losses, self.rates, self.scores, self.test_loaders, self.bad_loss = [], [], {}, {}, (0, 0.0, 0.0)
-        self.step_due = self.in_batches = self.broken = self.ended = False
+        self.step_due = self.in_batches = self.broken = self.ended = self.finished = False
         self.gradients_checked = self.names_checked = False
         self.doing, process.where = "the start", self._where
         # The weights came from the common seed; what is random from here on differs from rank to rank.
@@ -118,7 +118,8 @@ class Run:
     def _resume(self, position):
         if not position:
             return
-        self.saved = position["epoch"], position["step"], position["ended"]
+        self.saved = position["epoch"], position["step"], position["ended"], position["finished"]
+        self.finished = position["finished"]
         self.epoch, self.step, self.ended = position["epoch"], position["step"], position["ended"]
         self.step_count, self.loss_sum, self.lr = position["step_count"], position["loss_sum"], position["lr"]
         at = f"{self.args.snapshot} after {self._at()}"
@@ -146,8 +147,10 @@ class Run:
     def epochs(self):
         """Iterate over the numbers of the epochs, from 0; after the last, compare the ranks' weights and report."""
         while True:  # an epoch whose steps were all taken is entered again, for its evaluation alone
-            yield self.epoch
+            if not self.finished or not self._epochs_left():
+                yield self.epoch
             self._settle()
+            self.finished = False
             if not self._epochs_left():
                 break
             self.epoch, self.step, self.loss_sum, self.ended = self.epoch + 1, 0, 0.0, False
@@ -353,13 +356,14 @@ class Run:
 
     def _save(self):
         position = {"epoch": self.epoch, "step": self.step, "step_count": self.step_count, "ended": self.ended}
-        if self.saved != (self.epoch, self.step, self.ended):
+        position["finished"] = self.finished
+        if self.saved != (self.epoch, self.step, self.ended, self.finished):
             if not self.names_checked:
                 self._check_names()
             self._sum_losses()
             rate = None if self.lr is None else float(self.lr)
             self.snapshots.save(position | {"loss_sum": self.loss_sum, "lr": rate})
-            self.saved = self.epoch, self.step, self.ended
+            self.saved = self.epoch, self.step, self.ended, self.finished
 
     def _check_names(self):
         """Raise `UserError` where an optimizer of the model, or its schedule, is not named."""
@@ -455,6 +459,8 @@ class Run:
     def _finish(self):
         self.doing = "the end"
         if self.snapshots:
+            self.finished = True  # what follows the last evaluation, such as the best weights, is saved as well
+            self._save()
             self.snapshots.finish()
         ranks.check_same_weights(self.model, self.device)
         speed = self.samples / self.seconds if self.seconds else 0.0

@@ -55,6 +55,11 @@ def is_loopback(host):
         return False
 
 
+def is_literal_loopback(host):
+    """Whether a name or address means loopback on every machine, and not where a machine's own name leads to it."""
+    return host.startswith(("127.", "::1", "localhost"))
+
+
 def listen(host, port):
     """A socket that listens: for loopback on that address alone, else on all. Raises `OSError` where it cannot."""
     if is_loopback(host):

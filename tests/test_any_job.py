@@ -142,6 +142,26 @@ def test_ema_second_optimizer_best_value_and_generator(kit, command):
     assert not same(saved["ema"]["module.net2.bias"], saved["model"]["net2.bias"])
 
 
+def test_what_follows_the_last_evaluation_is_saved(kit):
+    """The best value of the last epoch, and once: a schedule that is stepped there goes on exactly."""
+    kit.edit("dp_train.py", RUN, f"    best = {{'accuracy': 0}}\n{RUN}")
+    kit.edit("dp_train.py", NAMED, NAMED.replace(")", ", best=best)"))
+    kit.edit("dp_train.py", "                schedule.step()\n", "")
+    code = (
+        "        scores = run.evaluate(test_set)\n        best.update(scores)\n        schedule.step(-scores['loss'])\n"
+    )
+    kit.edit("dp_train.py", EVALUATE, code)
+    kit.edit("common/job.py", SCHEDULE, "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)")
+    first = run(kit, PARALLEL, "--epochs", "2", "--lr", "0.01", *SNAPSHOT)
+    assert states(kit, "run.pt")["best"]["accuracy"] == first.metrics[-1]["accuracy"]
+    run(kit, PARALLEL, "--epochs", "2", "--lr", "0.01", *SNAPSHOT)
+    more = run(kit, PARALLEL, "--epochs", "5", "--lr", "0.01", *SNAPSHOT)
+    whole = run(kit, PARALLEL, "--epochs", "5", "--lr", "0.01", "--snapshot", "whole.pt")
+    rates = [[line["lr"] for line in result.metrics if line["event"] == "step"] for result in (more, whole)]
+    assert rates[0] == rates[1][28:] and len(set(rates[1])) == 2
+    assert same(states(kit, "run.pt"), states(kit, "whole.pt"))
+
+
 @slow
 def test_dataset_with_a_generator_of_its_own(kit):
     """Named, it is repeated after a resume; each rank draws from its own."""

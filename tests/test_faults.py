@@ -314,11 +314,11 @@ def test_start_methods_of_loader_workers(kit, method):
     kit.edit(
         "common/data.py", "num_workers=args.workers,", f"num_workers=args.workers, multiprocessing_context='{method}',"
     )
-    assert kit.run(*SPAWN, "--epochs", "1", "--workers", "1", "--metrics", "m").status == 0
-    assert kit.run(*forked("dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1")).status == 0
+    assert kit.run("python", "ddp_spawn.py", "--epochs", "1", "--workers", "1", "--metrics", "m").status == 0
+    assert kit.run("python", "dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1").status == 0
     one, other = kit.metrics("m", "eval")
     assert one["accuracy"] == other["accuracy"]
-    run = kit.start(*SPAWN, "--epochs", "100000", "--workers", "1", "--metrics", "killed")
+    run = kit.start("python", "ddp_spawn.py", "--epochs", "100000", "--workers", "1", "--metrics", "killed")
     run.wait_for(lambda: kit.metrics("killed", "step"))
     os.kill(run.pid, signal.SIGKILL)
     assert not run.result(60).processes

@@ -61,6 +61,10 @@ STARTERS = {
     "script, name": (3, SCRIPT, "--nnodes=3", "--node-rank=@", "--master-addr=h0", "--", "model_parallel_ddp.py"),
     "script, elastic": (2, SCRIPT, "--elastic=2:2", "--master-addr=10.0.0.1", "--", "ddp_torchrun.py"),
     "torchrun, name": (2, *TORCHRUN, *CLASSICAL, "ddp_torchrun.py"),
+    "by hand, name": (
+        *(2, "env", "RANK=@", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=h0"),
+        *("MASTER_PORT=29500", PYTHON, "ddp_torchrun.py"),
+    ),
     "launch, name": (2, PYTHON, "-m", "torch.distributed.launch", *CLASSICAL, "ddp_torchrun.py"),
 }
 
@@ -292,7 +296,7 @@ def test_sbatch(kit, slurm):
         while len(kit.metrics("m", "end")) < number + 2:
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
-        for words in ("stopped by SIGTERM", "requeued: goes on from the last snapshot", f"goes on from {number}.pt"):
+        for words in ("stopped by SIGTERM", "requeued: goes on from the snapshot", f"goes on from {number}.pt"):
             assert words in log.read_text(), (how, log.read_text())
     ends = kit.metrics("m", "end")
     assert len({line["weights_sha256"] for line in ends}) == 1 and {line["world_size"] for line in ends} == {2}
