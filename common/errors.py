@@ -1,5 +1,6 @@
 """What ends a process, told in one line; and the one object that lives as long as the process."""
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -87,6 +88,14 @@ def entry(main):
         if not met and status < 128:  # else a launcher that ends the ranks may signal this one once more
             for number, handler in signals.items():  # a notebook goes on
                 signal.signal(number, handler)
+        if status and met and mp.parent_process() is None:
+            # The group was not left: one of its threads could let go of a tensor while the interpreter ends, and
+            # so abort it. End as multiprocessing ends its children: after threads, of which one may write a snapshot.
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
         if status:
             sys.exit(status)
 
