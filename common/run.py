@@ -147,7 +147,7 @@ class Run:
     def epochs(self):
         """Iterate over the numbers of the epochs, from 0; after the last, compare the ranks' weights and report."""
         while True:  # an epoch whose steps were all taken is entered again, for its evaluation alone
-            if not self.finished or not self._epochs_left():
+            if not self.finished or self._left() or not self._epochs_left():
                 yield self.epoch
             self._settle()
             self.finished = False

@@ -218,7 +218,8 @@ class Snapshots:
                 file.flush()
                 os.fsync(file.fileno())
             torch.load(self.temporary, map_location="cpu", weights_only=True, mmap=True)  # what is written can be read
-            if self.path.exists():
+            # The one that follows the last evaluation has the weights of the one before it, and takes its place.
+            if self.path.exists() and not state["run"]["position"]["finished"]:
                 self.previous.unlink(missing_ok=True)
                 try:
                     os.link(self.path, self.previous)  # so that at no moment the path is missing
