@@ -93,8 +93,10 @@ def exchange(store, name, ranks, mine, timeout, judge=first_error, error=RunErro
     """
     store = dist.PrefixStore(name, store)
     mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
+    mine |= {"rank": ranks.rank, "local_rank": ranks.local_rank, "world_size": ranks.world_size}
     mine["first_rank"] = ranks.rank - ranks.local_rank
-    store.set(str(ranks.rank), json.dumps(mine))
+    place = store.add("arrivals", 1)
+    store.set(f"arrival {place}", json.dumps(mine))
     if ranks.rank == 0:
         verdict = _judge(store, ranks, timeout, judge)
         store.set("verdict", json.dumps(verdict))
@@ -103,27 +105,53 @@ def exchange(store, name, ranks, mine, timeout, judge=first_error, error=RunErro
     store.add("read", 1)
     if verdict["error"]:
         stay(store, "read", verdict["came"], ranks)
-        raise (error if verdict["came"] == ranks.world_size else RunError)(verdict["error"])
+        raise {"late": RunError, "mistake": UserError}.get(verdict.get("kind"), error)(verdict["error"])
+    if place > verdict["came"]:
+        raise UserError(
+            f"rank {ranks.rank} on {mine['host']} came after all {ranks.world_size}: is a RANK given twice?"
+        )
     return verdict
 
 
 def _judge(store, ranks, timeout, judge):
     """Rank 0: wait for all; returns the verdict, with the number of those that "came"."""
-    missing, there, what, looked = {str(rank) for rank in range(ranks.world_size)}, {}, "", 0
+    there, came, claims, what, looked = {}, 0, {}, "", 0
     waiting = Waiting(timeout, RunError)
     try:
-        while missing:
-            if store.check([*missing]) or time.monotonic() > looked + 0.5:
-                came = [key for key in missing if store.check([key])]
-                there |= zip(map(int, came), map(json.loads, store.multi_get(came) if came else []), strict=True)
-                missing -= set(came)
-                what, looked = name_ranks(map(int, missing), there.values()), time.monotonic()
+        while len(there) < ranks.world_size:
+            if (arrived := store.add("arrivals", 0)) > came:
+                keys = [f"arrival {place}" for place in range(came + 1, arrived + 1)]
+                came = arrived
+                for mine in map(json.loads, store.multi_get(keys)):
+                    if line := _contradiction(mine, claims):
+                        return {"error": line, "kind": "mistake", "came": came}
+                    there[mine["rank"]] = mine
+            elif time.monotonic() > looked + 0.5:
+                what, looked = name_ranks(set(range(ranks.world_size)) - set(there), there.values()), time.monotonic()
             else:
                 waiting.tell(what)
                 time.sleep(0.01)
     except RunError as late:
-        return {"error": str(late), "came": len(there)}
-    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": len(there)}
+        return {"error": str(late), "kind": "late", "came": came}
+    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": came}
+
+
+def _contradiction(mine, claims):
+    """In what a rank contradicts one that came before, in one line, or "". claims: what they said; begins as {}."""
+    who, size, machine = f"rank {mine['rank']} on {mine['host']}", mine["processes"], (mine["host"], mine["node"])
+    for name, of in [("RANK", mine["rank"]), ("LOCAL_RANK", (*machine, mine["local_rank"]))]:
+        if (other := claims.setdefault((name, of), who)) is not who:
+            return f"{other} and {who} have the same {name}: give each process its own"
+    all_here = size == mine["world_size"]
+    for name, of, value, shown in [
+        ("WORLD_SIZE", None, mine["world_size"], mine["world_size"]),
+        ("LOCAL_WORLD_SIZE", None, all_here, size),
+        ("LOCAL_WORLD_SIZE", machine, size, size),
+    ]:
+        claim, there, other = claims.setdefault((name, of), (value, shown, who))
+        if claim != value:
+            return f"{name} is {there} for {other} and {shown} for {who}: set the same for both"
+    return ""
 
 
 def _wait_for_verdict(store, timeout):

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
 import torch
@@ -49,9 +49,11 @@ def spawning(args, each=1):
     signals = {number: signal.signal(number, stop) for number in stop_signals()}
     directory = tempfile.mkdtemp(prefix="ddp-")
     tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
+    hold_signals(True)
     try:
         yield directory
     finally:
+        hold_signals(False)
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
         children = mp.active_children()
@@ -68,6 +70,13 @@ def spawning(args, each=1):
             signal.signal(number, handler)
 
 
+def hold_signals(yes):
+    """Hold the signals that stop a run until they can be handled: a rank inherits this, and imports torch meanwhile."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        resource_tracker.ensure_running()  # started with a rank, it would let them through
+        signal.pthread_sigmask(signal.SIG_BLOCK if yes else signal.SIG_UNBLOCK, stop_signals())
+
+
 def spawned(rank, world_size, directory):
     """The `Ranks` of a process that mp.spawn started; they meet in a file, so that no port is opened for it.
 
@@ -79,6 +88,7 @@ def spawned(rank, world_size, directory):
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+    hold_signals(False)
     die_with_parent()
     mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
     process.at_end.callback(Path(directory, f"finished.{rank}").touch)
@@ -93,6 +103,7 @@ def wait_for_ranks(context, directory):
 
     mp.spawn takes any exit with status 0 for success; here a rank must have reported that it finished.
     """
+    hold_signals(False)
     processes = context.processes
     # Opened before the ranks end, the last of which would remove it.
     everyone = Ranks(world_size=len(processes), local_world_size=len(processes))

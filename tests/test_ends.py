@@ -55,6 +55,17 @@ def test_signal_to_the_parent(kit, number, status, shell):
     assert workers or result.err == ""
 
 
+@linux
+@pytest.mark.slow
+def test_ctrl_c_while_the_ranks_import_torch(kit):
+    """It waits until they can handle it, and they end without a word."""
+    run = kit.start(*SPAWN, *LONG)
+    run.wait_for(lambda: sum("spawn_main" in line for _, line in kit.processes()) == 2)
+    os.killpg(run.pid, signal.SIGINT)
+    result = run.result(timeout=30)
+    assert (result.status, result.err, result.processes, result.files) == (130, "", [], []), result
+
+
 @pytest.mark.parametrize("script", ["dp_train.py", "ddp_torchrun.py"])
 def test_ctrl_c_without_a_parent(kit, script):
     run = kit.start(*forked(script, *LONG))

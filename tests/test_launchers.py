@@ -150,3 +150,35 @@ def test_srun(kit, slurm):
     result = kit.run("sbatch", "--wait", "-N2", "-n2", "-o", "batch.log", "batch.sh", env=slurm)
     log = (kit.path / "batch.log").read_text()
     assert result.status == 0 and header(1, CORES) in log, "without srun a batch script is one process"
+
+
+@pytest.mark.parametrize(
+    "places, lines",
+    [
+        (("0 2 0 2", "1 3 1 3"), ["WORLD_SIZE is 2 for {0} and 3 for {1}", "WORLD_SIZE is 3 for {1} and 2 for {0}"]),
+        pytest.param(("0 3 0 3", "1 3 1 3", "1 3 1 3"), ["{1} and {1} have the same RANK"], marks=pytest.mark.slow),
+        pytest.param(
+            ("0 2 0 2", "1 2 0 2"),
+            ["{0} and {1} have the same LOCAL_RANK", "{1} and {0} have the same LOCAL_RANK"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("0 2 0 2", "1 2 0 1"),
+            ["LOCAL_WORLD_SIZE is 2 for {0} and 1 for {1}", "LOCAL_WORLD_SIZE is 1 for {1} and 2 for {0}"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["world size", "rank", "local rank", "local world size"],
+)
+def test_contradictions_by_hand(kit, places, lines):
+    """Each process is right by itself, and all tell what is wrong, with both places; which comes first is open."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [dict(zip(names, place.split(), strict=True)) for place in places]
+    ranks = [f"rank {rank} on {socket.gethostname()}" for rank in range(2)]
+    results = [run.result(30) for run in [kit.start(*forked("ddp_torchrun.py"), env=env | place) for place in places]]
+    assert {result.status for result in results} == {2}
+    told = {line for result in results for line in result.errors}
+    assert len(told) == 1 and told.pop().removeprefix("error: ").partition(":")[0] in [
+        line.format(*ranks) for line in lines
+    ], results
