@@ -8,10 +8,6 @@ Not:   on several machines or under a scheduler; see ddp_torchrun.py.
     python ddp_spawn.py --backend nccl --precision bf16
 """
 
-import torch
-import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
@@ -19,6 +15,10 @@ from common.group import join
 from common.options import Options
 from common.run import Run
 from common.spawn import spawned, spawning, wait_for_ranks
+
+import torch
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 @entry

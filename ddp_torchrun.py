@@ -11,15 +11,15 @@ Not:   for a model that does not fit on one device: model_parallel_ddp.py, or FS
     torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 --nproc_per_node=4 ddp_torchrun.py
 """
 
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
 from common.group import join
 from common.options import Options
 from common.run import Run
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 @entry

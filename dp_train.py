@@ -8,15 +8,15 @@ Not:   for speed. Every step copies the model to each GPU and gathers all output
     python dp_train.py --device-ids 0,1 --output-device 1
 """
 
-import torch
-from torch import nn
-
 from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import UserError, entry
 from common.options import Options
 from common.run import Run
 from common.start import prepare
+
+import torch
+from torch import nn
 
 
 class DataParallel(nn.DataParallel):

@@ -8,10 +8,6 @@ Not:   when it fits on one: while one half computes, the other waits. For more t
     torchrun --nproc_per_node=4 model_parallel_ddp.py
 """
 
-import torch
-import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
@@ -20,6 +16,10 @@ from common.options import Options
 from common.place import ranks_from_environment
 from common.run import Run
 from common.spawn import spawned, spawning, wait_for_ranks
+
+import torch
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def train(args, ranks):

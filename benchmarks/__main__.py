@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps, store
+
+import torch
 
 RESULTS = Path(__file__).parent / "results.json"
 MEASURE = {

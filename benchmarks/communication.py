@@ -3,17 +3,17 @@
 import time
 from contextlib import nullcontext
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 from benchmarks.models import BATCHES, OTHERS
 from benchmarks.programs import ratios
 from benchmarks.sampler import memory
 from benchmarks.workers import run_ranks
 from common import job
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 VARIANTS = {
     "plain": {},

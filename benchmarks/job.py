@@ -11,11 +11,11 @@ import time
 from multiprocessing.connection import Client
 from pathlib import Path
 
+from common import digits, models
+
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
-
-from common import digits, models
 
 ADDRESS, SIZE = os.environ["BENCHMARK_ADDRESS"], os.environ["BENCHMARK_SIZE"]
 BATCH = int(os.environ["BENCHMARK_BATCH"])  # global

@@ -7,13 +7,13 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
 from benchmarks.programs import ratios
 from common import job, ranks
 from common.data import ResumableSampler
 from common.options import Options
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 WORLD_SIZES = (1, 8, 1024)
 BATCH = 2**13  # global: all world sizes divide it

@@ -7,13 +7,13 @@ rest of the way is communication, for which an all-reduce of as many bytes as th
 import statistics
 import time
 
-import torch
-import torch.distributed as dist
-
 from benchmarks.models import BATCHES, OTHERS
 from benchmarks.programs import race, spread, torchrun
 from benchmarks.workers import run_ranks
 from common import job
+
+import torch
+import torch.distributed as dist
 
 SIZES = ("default", "wide", "conv", "conv, large batch")
 TURNS = {

@@ -8,11 +8,6 @@ import statistics
 import time
 import warnings
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from benchmarks.models import OTHERS
 from benchmarks.sampler import in_child
 from benchmarks.workers import run_ranks
@@ -20,6 +15,11 @@ from common import job, ranks
 from common.data import ResumableSampler, train_loader
 from common.options import Options
 from common.run import EachSecond, Run
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WORLD_SIZES = (1, 1024, 16_384)
 

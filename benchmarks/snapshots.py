@@ -7,13 +7,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from benchmarks.models import ConvModel
 from benchmarks.sampler import in_child, memory, reset_peak
 from common.options import Options
 from common.snapshot import Snapshots
+
+import torch
+from torch import nn
 
 
 def measure(sizes=(10**6, 10**7, 10**8), runs=7):

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
 
-import torch.distributed as dist
-
 from common import faults, meeting, network
 from common.options import Options
 from common.place import Ranks
+
+import torch.distributed as dist
 
 WORLD_SIZES = (128, 1024)
 EACH = 8  # ranks of a machine

@@ -1,8 +1,19 @@
 """What the scripts share."""
 
+import signal
 import sys
+from pathlib import Path
 
-# The scripts import torch before this. Said here, before a module imports of it what may be missing.
+script = Path(sys.argv[0]).resolve()
+if script.is_file() and script.parent == Path(__file__).resolve().parent.parent:
+    # One of the scripts starts, and imports this first. torch takes long, and Ctrl-C would show the stack of an import.
+    handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
+    import torch
+
+    signal.signal(signal.SIGINT, handler)
+
+# Said here, before a module imports of it what may be missing. ddp_multinode.sh does without torch at first.
 if torch := sys.modules.get("torch"):
     too_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
     if too_old or not torch.distributed.is_available():

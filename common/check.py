@@ -3,12 +3,12 @@
 import os
 import time
 
-import torch
-import torch.distributed as dist
-
 from common import group, meeting, place, ranks
 from common.errors import RunError, entry
 from common.options import Options
+
+import torch
+import torch.distributed as dist
 
 SIZES = (8, 2**12, 2**16, 2**20, 2**24)  # bytes
 

@@ -4,12 +4,12 @@ import math
 import random
 import signal
 
+from common import ranks
+from common.errors import UserError, die_with_parent, stop_signals
+
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-
-from common import ranks
-from common.errors import UserError, die_with_parent, stop_signals
 
 
 def check_sets(train_set, test_set):

@@ -14,11 +14,11 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from common.errors import UserError, describe, process, stop_signals, write_error
 from common.start import leave_for_torchrun, tell_before_meeting
 from common.waiting import few
+
+import torch.distributed as dist
 
 PATIENCE = 4  # seconds in which the ranks that live report
 

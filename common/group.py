@@ -6,6 +6,12 @@ import socket
 import sys
 from datetime import timedelta
 
+from common import faults, meeting
+from common.errors import RunError, process
+from common.place import local_devices, ranks_from_environment, resolve_backend
+from common.ranks import say, this_machine
+from common.start import prepare
+
 import torch
 import torch.distributed as dist
 
@@ -13,12 +19,6 @@ import torch.distributed as dist
 # before there is a group, they do not, and gloo's threads end with it. Else one of them could abort the interpreter
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
-
-from common import faults, meeting
-from common.errors import RunError, process
-from common.place import local_devices, ranks_from_environment, resolve_backend
-from common.ranks import say, this_machine
-from common.start import prepare
 
 
 def join(args, ranks=None, each=1):

@@ -8,10 +8,10 @@ import time
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
-
 from common.errors import RunError, UserError
 from common.waiting import Waiting, is_literal_loopback, label, listen, stay
+
+import torch.distributed as dist
 
 
 def open_store(ranks, init_method, timeout):

@@ -10,11 +10,11 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-
 from common import machines
 from common.ranks import differences
 from common.waiting import is_loopback, label
+
+import torch
 
 # What may differ from process to process.
 OWN_ARGUMENTS = ("local_rank", "threads", "init_method")

@@ -8,9 +8,9 @@ import warnings
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch
-
 from common.errors import UserError, describe
+
+import torch
 
 
 class Options(argparse.ArgumentParser):

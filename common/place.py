@@ -7,12 +7,12 @@ import zlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import torch
-import torch.distributed as dist
-
 from common.errors import UserError, die_with_parent
 from common.start import launcher
 from common.waiting import is_loopback
+
+import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import socket
 import sys
 
-import torch
-import torch.distributed as dist
-
 from common.errors import RunError, UserError, process
 from common.waiting import few, label
+
+import torch
+import torch.distributed as dist
 
 
 def rank():

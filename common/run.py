@@ -11,16 +11,16 @@ import threading
 import time
 import weakref
 
+from common import job, ranks, snapshot
+from common.data import ResumableSampler, check_set, iterate, move, test_loader
+from common.errors import RunError, Stopped, UserError, describe, process, stop_signals
+from common.waiting import few
+
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
-
-from common import job, ranks, snapshot
-from common.data import ResumableSampler, check_set, iterate, move, test_loader
-from common.errors import RunError, Stopped, UserError, describe, process, stop_signals
-from common.waiting import few
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore too, of which a killed process leaves a warning
 

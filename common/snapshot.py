@@ -11,14 +11,14 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common import ranks
+from common.errors import RunError, UserError, describe, process
+
 import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-from common import ranks
-from common.errors import RunError, UserError, describe, process
 
 SMALL = 2**16  # bytes of tensors up to which a state is saved for each rank
 

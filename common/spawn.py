@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -10,14 +11,14 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
 from common import faults
 from common.errors import die_with_parent, process, stop_signals, write_error
 from common.place import Ranks, local_devices, resolve_backend
 from common.start import refuse_launcher
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 @contextmanager
@@ -49,6 +50,10 @@ def spawning(args, each=1):
     signals = {number: signal.signal(number, stop) for number in stop_signals()}
     directory = tempfile.mkdtemp(prefix="ddp-")
     tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
+    remover = None
+    if sys.platform != "win32":  # at the end, also where this process was killed
+        command = ["sh", "-c", 'cat; rm -rf "$0"', directory]
+        remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     hold_signals(True)
     try:
         yield directory
@@ -65,7 +70,10 @@ def spawning(args, each=1):
             child.kill()
             child.join()
         tempfile.tempdir = None
-        shutil.rmtree(directory)
+        if remover:
+            remover.communicate()
+        else:
+            shutil.rmtree(directory)
         for number, handler in signals.items():
             signal.signal(number, handler)
 

@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from common.errors import UserError, process, tell_alone, write_error
+
 import torch
 import torch.multiprocessing as mp
-
-from common.errors import UserError, process, tell_alone, write_error
 
 
 def prepare(args, device, ranks=None):

@@ -11,14 +11,14 @@ import hashlib
 import os
 import sys
 
+from common import job
+from common.run import arrange_gradients
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which it would keep alive
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
-
-from common import job
-from common.run import arrange_gradients
 
 EPOCHS, BATCH = 3, 96
 

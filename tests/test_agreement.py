@@ -2,12 +2,12 @@
 
 import functools
 
+from common import job
+
 import pytest
 import torch
 from harness import PYTHON, forked, forked_ranks, torchrun
 from torch.utils.data import DataLoader, DistributedSampler
-
-from common import job
 
 EPOCHS, BATCH, SEED = 3, 48, 3
 OPTIONS = ("--precision", "fp64", "--epochs", EPOCHS, "--batch-size", BATCH, "--seed", SEED)

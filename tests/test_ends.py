@@ -55,6 +55,14 @@ def test_signal_to_the_parent(kit, number, status, shell):
     assert workers or result.err == ""
 
 
+@pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py"])
+def test_ctrl_c_while_torch_is_imported(kit, script):
+    hook = "def find_spec(self, name, *more):\n        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)"
+    kit.first(f"import os, signal, sys\nclass Hook:\n    {hook}\nsys.meta_path.insert(0, Hook())")
+    result = kit.run("python", "first.py", script)
+    assert (result.status, result.out, result.err) == (-signal.SIGINT, "", "")
+
+
 @linux
 @pytest.mark.slow
 def test_ctrl_c_while_the_ranks_import_torch(kit):
@@ -91,6 +99,7 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
     os.kill(run.pid, number)
     result = run.result(timeout=45)
     assert result.status != 0 and not result.processes
+    assert "torch.distributed.run" in command or not result.files, result
 
 
 @linux

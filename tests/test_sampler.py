@@ -3,13 +3,13 @@
 import argparse
 import itertools
 
-import pytest
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
 from common import ranks
 from common.data import ResumableSampler
 from common.errors import UserError
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def sampler_of(monkeypatch, size, rank, world_size, batch_size, seed=0, accum=1, epochs=20, steps=None):

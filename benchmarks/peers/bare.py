@@ -6,13 +6,13 @@ torchrun --nproc_per_node=2 bare.py, or python bare.py for mp.spawn.
 import os
 import tempfile
 
+from common import job
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
-
-from common import job
 
 
 def train(rank, world_size, init_method="env://"):

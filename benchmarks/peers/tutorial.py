@@ -6,12 +6,12 @@ https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html
 
 import os
 
+from common import job
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
-
-from common import job
 
 
 class Trainer:

@@ -1,10 +1,10 @@
 """The job by Accelerate, as its quick tour has it: https://huggingface.co/docs/accelerate/quicktour"""
 
+from common import job
+
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-
-from common import job
 
 
 def main():

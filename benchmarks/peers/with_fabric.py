@@ -2,11 +2,11 @@
 
 import os
 
+from common import job
+
 import torch
 from lightning_fabric import Fabric
 from torch.utils.data import DataLoader
-
-from common import job
 
 
 def main():

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from common.data import RandomBySample
+
 import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
-
-from common.data import RandomBySample
 
 DIGITS = Path(__file__).parent.parent / "data" / "digits.csv.gz"
 
