@@ -89,17 +89,23 @@ def entry(main):
             for number, handler in signals.items():  # a notebook goes on
                 signal.signal(number, handler)
         if status and met and mp.parent_process() is None:
-            # The group was not left: one of its threads could let go of a tensor while the interpreter ends, and
-            # so abort it. End as multiprocessing ends its children: after threads, of which one may write a snapshot.
-            threading._shutdown()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            leave(status)  # the process group was not left
         if status:
             sys.exit(status)
 
     return wrapper
+
+
+def leave(status):
+    """End this process without its interpreter's end, in which a thread of torch's that lets go of a tensor aborts it.
+
+    As multiprocessing ends its children: after threads, one of which may write a snapshot, and what `atexit` has.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class Stream(io.FileIO):

@@ -211,9 +211,9 @@ def main():
         sys.exit(2)
     shown = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command
     print("+", shlex.join(shown), flush=True)
-    from common import agent  # imports torch
+    from common import agent, errors  # which import torch
 
-    sys.exit(agent.start(command, others, scheduled))
+    errors.leave(agent.start(command, others, scheduled))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class Snapshots:
                 os.fsync(file.fileno())
             torch.load(self.temporary, map_location="cpu", weights_only=True, mmap=True)  # what is written can be read
             # The one that follows the last evaluation has the weights of the one before it, and takes its place.
-            if self.path.exists() and not state["run"]["position"]["finished"]:
+            if self.path.exists() and not state["run"]["position"].get("finished"):
                 self.previous.unlink(missing_ok=True)
                 try:
                     os.link(self.path, self.previous)  # so that at no moment the path is missing

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,10 +49,6 @@ def spawning(args, each=1):
     signals = {number: signal.signal(number, stop) for number in stop_signals()}
     directory = tempfile.mkdtemp(prefix="ddp-")
     tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
-    remover = None
-    if sys.platform != "win32":  # at the end, also where this process was killed
-        command = ["sh", "-c", 'cat; rm -rf "$0"', directory]
-        remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     hold_signals(True)
     try:
         yield directory
@@ -70,10 +65,7 @@ def spawning(args, each=1):
             child.kill()
             child.join()
         tempfile.tempdir = None
-        if remover:
-            remover.communicate()
-        else:
-            shutil.rmtree(directory)
+        shutil.rmtree(directory)
         for number, handler in signals.items():
             signal.signal(number, handler)
 

@@ -61,9 +61,9 @@ def tell_before_meeting(error):
     told = filter(None, map(os.environ.get, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")))
     first = next(told, "0") == "0" or not launcher()
     waited_for = launcher() == "srun" or mp.parent_process() is not None  # these let each process speak
-    if not first and not waited_for:
-        # torchrun and mpirun end all as soon as one has ended, and the first process of this machine shall tell the
-        # error before. Where none ends this one meanwhile, the error is its own.
+    if not first and (launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ):
+        # These end all as soon as one has ended, and the first process of this machine shall tell the error before.
+        # Where none ends this one meanwhile, the error is its own.
         time.sleep(10)
     if first or not waited_for:
         write_error(str(error))

@@ -88,7 +88,7 @@ def test_ctrl_c_without_a_parent(kit, script):
     "command, number",
     [
         (forked("ddp_spawn.py"), signal.SIGKILL),
-        (torchrun(2, "ddp_torchrun.py"), signal.SIGKILL),
+        pytest.param(torchrun(2, "ddp_torchrun.py"), signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(SPAWN, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(torchrun(2, "ddp_torchrun.py"), signal.SIGTERM, marks=pytest.mark.slow),
     ],
@@ -99,7 +99,6 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
     os.kill(run.pid, number)
     result = run.result(timeout=45)
     assert result.status != 0 and not result.processes
-    assert "torch.distributed.run" in command or not result.files, result
 
 
 @linux

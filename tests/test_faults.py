@@ -37,7 +37,9 @@ FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of
 @pytest.mark.parametrize(
     "command, code",
     [
-        pytest.param(command, code, marks=pytest.mark.slow if command == TORCHRUN and code != KILL else ())
+        pytest.param(
+            command, code, marks=pytest.mark.slow if (command == TORCHRUN and code != KILL) or "STOP" in code else ()
+        )
         for code in FAULTS
         for command in (SPAWN, PAIRS, TORCHRUN)
         if command != PAIRS or "raise" in code
@@ -110,7 +112,13 @@ LEFT = f"rank 1 left the loop over the batches {STEP}, and others did not: break
     "command, place, code, line",
     [
         (SPAWN, LOOP, "if rank == 1 and run.step_count == 4: break", LEFT),
-        (RANKS, LOOP, "if torch.distributed.get_rank() == 1 and run.step_count == 4: break", LEFT),
+        pytest.param(
+            RANKS,
+            LOOP,
+            "if torch.distributed.get_rank() == 1 and run.step_count == 4: break",
+            LEFT,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             SPAWN,
             AFTER,

@@ -16,6 +16,7 @@ def header(world_size, threads):
     return f"world size {world_size}, device cpu, backend gloo, threads per process {threads}"
 
 
+@pytest.mark.slow
 def test_plain_python_says_how_to_start_more(kit):
     """Under torchrun the processes share the threads."""
     result = kit.run(*forked("ddp_torchrun.py", *OPTIONS, "--lr", "0.1"))

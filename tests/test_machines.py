@@ -92,7 +92,7 @@ def test_agreement(kit, machines, starter):
         ("0 10.0.0.1", "0 10.0.0.1", "--node-rank 0 on h1, but --master-addr 10.0.0.1 is not its address"),
         ("1 10.0.0.1", "0 10.0.0.1", "--node-rank 1 on h0, but it has the address 10.0.0.1 of --master-addr"),
         ("0 nowhere", "1 nowhere", "--master-addr nowhere: "),
-        ("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be below --nnodes 2"),
+        pytest.param("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be below --nnodes 2", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_place(kit, machines, first, second, words):
@@ -120,6 +120,7 @@ def test_machine_that_does_not_come(kit, machines):
     assert f"waiting for {missing} (" in late.err
 
 
+@pytest.mark.slow
 def test_same_node_rank_twice(kit, machines):
     net = machines(3)
     options = ("--nnodes=3", "--master-addr=h0", "--nproc-per-node=1", "--timeout=5")

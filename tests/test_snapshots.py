@@ -312,7 +312,7 @@ def test_signal_during_evaluation(kit, command):
     assert "test accuracy" not in result.out
 
 
-@pytest.mark.parametrize("command", [PARALLEL, SPAWN, slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
+@pytest.mark.parametrize("command", [PARALLEL, slow(SPAWN), slow(TORCHRUN)], ids=["dp", "spawn", "torchrun"])
 def test_second_signal_ends_at_once(kit, command):
     kit.edit("common/job.py", "    return F.", "    import time; time.sleep(60)\n    return F.")
     run = kit.start(*command, "--metrics", "metrics.jsonl", *SNAPSHOT, "--workers", "1")
