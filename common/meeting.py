@@ -140,7 +140,7 @@ def _contradiction(mine, claims):
     """In what a rank contradicts one that came before, in one line, or "". claims: what they said; begins as {}."""
     who, size, machine = f"rank {mine['rank']} on {mine['host']}", mine["processes"], (mine["host"], mine["node"])
     for name, of in [("RANK", mine["rank"]), ("LOCAL_RANK", (*machine, mine["local_rank"]))]:
-        if (other := claims.setdefault((name, of), who)) is not who:
+        if (other := claims.setdefault((name, of), who)) is not who:  # though it may read the same
             return f"{other} and {who} have the same {name}: give each process its own"
     all_here = size == mine["world_size"]
     for name, of, value, shown in [

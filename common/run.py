@@ -118,8 +118,8 @@ class Run:
     def _resume(self, position):
         if not position:
             return
-        self.saved = position["epoch"], position["step"], position["ended"], position["finished"]
-        self.finished = position["finished"]
+        self.finished = position.get("finished", False)  # absent in a snapshot of an older state of the kit
+        self.saved = position["epoch"], position["step"], position["ended"], self.finished
         self.epoch, self.step, self.ended = position["epoch"], position["step"], position["ended"]
         self.step_count, self.loss_sum, self.lr = position["step_count"], position["loss_sum"], position["lr"]
         at = f"{self.args.snapshot} after {self._at()}"

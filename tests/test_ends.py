@@ -57,6 +57,7 @@ def test_signal_to_the_parent(kit, number, status, shell):
 
 @pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py"])
 def test_ctrl_c_while_torch_is_imported(kit, script):
+    """Python would show the stack of an import."""
     hook = "def find_spec(self, name, *more):\n        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)"
     kit.first(f"import os, signal, sys\nclass Hook:\n    {hook}\nsys.meta_path.insert(0, Hook())")
     result = kit.run("python", "first.py", script)
