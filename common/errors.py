@@ -7,11 +7,14 @@ import errno
 import functools
 import gc
 import io
+import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
@@ -46,7 +49,7 @@ class Process:
     """
 
     def __init__(self):
-        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell_alone
+        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell
         self.watch = self.group = None
         self.local_rank = self.node = 0
 
@@ -146,17 +149,42 @@ def stop_signals():
     return [signal.SIGINT, signal.SIGTERM] + ([] if ignored else [hangup])
 
 
-def tell_alone(error):
+def launcher():
+    """The name of what started this process, or None; a user's own RANK counts as torchrun's."""
+    if "RANK" in os.environ:
+        return "torchrun"
+    # A single task is as good as none: most often an interactive shell, where any script may be started. A batch
+    # script has a rank too, but no step and so no number of tasks in it.
+    if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return "mpirun"
+    return "srun" if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in os.environ else None
+
+
+def tell(error):
     """Tell of the exception that ends a process which has not met others. Returns the exit status."""
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if hasattr(error, "exit_status"):
+    if not hasattr(error, "exit_status"):
+        write_error(f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error)))
+        return 1
+    # All processes of a machine may find the same. The first one shall tell it.
+    local = filter(None, map(os.environ.get, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")))
+    first = next(local, "0") == "0" or not launcher()
+    if not first and (launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ):
+        time.sleep(10)  # these end all as soon as one has ended; where none ends this one, the error is its own
+    if first or not (launcher() == "srun" or mp.parent_process()):  # which let the first one speak
         write_error(str(error))
-        return error.exit_status
-    write_error(f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error)))
-    return 1
+    leave_for_torchrun(str(error))
+    return error.exit_status
+
+
+def leave_for_torchrun(line, later=0):
+    """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def write_error(line, details=""):

@@ -14,8 +14,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from common.errors import UserError, describe, process, stop_signals, write_error
-from common.start import leave_for_torchrun, tell_before_meeting
+from common import errors
+from common.errors import UserError, describe, leave_for_torchrun, process, stop_signals, write_error
 from common.waiting import few
 
 import torch.distributed as dist
@@ -72,16 +72,16 @@ class Watch:
             found.update(zip(keys, map(json.loads, self.store.multi_get(keys)), strict=True))
         return found
 
+    # ---------------------------------------------------------------------------------------- all went well
+
     def all_leave(self, where):
         """Whether all ranks leave a loop here; waits for them, but not for ever: others may go on in it."""
         if self.store.add(f"leave {where}", 1) == self.ranks.world_size:
             self.store.set(f"all leave {where}", "")
         try:
             self.store.wait([f"all leave {where}"], timedelta(seconds=min(30, self.timeout)))
-        except dist.DistError:
-            return False
-        except RuntimeError as error:  # of a store in a file
-            if "timeout" not in str(error).lower():
+        except RuntimeError as error:
+            if not is_lost(error):
                 raise
             return False
         return True
@@ -107,10 +107,10 @@ class Watch:
         """Let the rank that serves the store stay until the others need it no more."""
         self.store.add("left", 1)
         end = time.monotonic() + seconds
-        while self.serves and time.monotonic() < end:
-            if self.store.add("left", 0) >= self.ranks.world_size:
-                break
+        while self.serves and self.store.add("left", 0) < self.ranks.world_size and time.monotonic() < end:
             time.sleep(0.01)
+
+    # ------------------------------------------------------------------------------------------- one failed
 
     def report(self, kind, why="", waited=0, gone=None):
         """Let the others know how this rank ended, or the rank `gone`, which cannot tell it any more."""
@@ -124,34 +124,24 @@ class Watch:
     def reports(self):
         """{rank: report} of the ranks that left one."""
         keys = [f"report {number}" for number in range(1, self.store.add("reports", 0) + 1)]
-        reports = {}
-        for report in self._fetch(self.fetched, keys).values():
-            reports.setdefault(report["rank"], report)
-        return reports
+        return {report["rank"]: report for report in reversed(self._fetch(self.fetched, keys).values())}
 
     def first(self):
         """Whether this process is the first on its machine that asks."""
         return self.store.add(f"first on {self.host}", 1) == 1
 
     def examine(self):
-        """Wait for the others' reports; return the line to tell.
+        """Wait for the others' reports; return the line to tell, which one rank of each machine finds for all there.
 
         Where others were waited for in vain, ends the processes of this machine that are stuck; they show where before.
         """
-        if self.signal:  # perhaps this rank alone was ended, and the others still have to find out
-            return self._examine()
         verdict = f"verdict on {self.host}"
-        if self.store.add(f"judges on {self.host}", 1) > 1:
+        # A signal may have come to this rank alone, and the others still have to find out.
+        if not self.signal and self.store.add(f"judges on {self.host}", 1) > 1:
             with contextlib.suppress(RuntimeError):  # the judge may have been killed
                 self.store.wait([verdict], timedelta(seconds=2 * PATIENCE))
                 return self.store.get(verdict).decode()
-        line = self._examine()
-        self.store.set(verdict, line)
-        return line
-
-    def _examine(self):
-        end = time.monotonic() + PATIENCE
-        everyone = range(self.ranks.world_size)
+        end, everyone = time.monotonic() + PATIENCE, range(self.ranks.world_size)
         while True:
             late = time.monotonic() > end
             self._fetch(self.processes, [f"process {rank}" for rank in everyone])
@@ -172,6 +162,8 @@ class Watch:
         in_vain = any(report["waited"] for report in reports.values()) and "own" not in kinds
         if in_vain and self.store.add(f"killing on {self.host}", 1) == 1:
             show_and_kill([self._process(rank)[1] for rank, state in states.items() if state])
+        if not self.signal:
+            self.store.set(verdict, line)
         return line
 
     def has_killed(self):
@@ -216,11 +208,11 @@ def judge(watch, reports, states):
     reports: {rank: report}, of the kinds "own", a fault of its own; "lost", it lost others; "signal", one ended it;
     "gone", as others saw. states: {rank: "running", "stopped" or ""} of those without a report.
     """
-    waited = max((report["waited"] for report in reports.values()), default=0)
-    lost = {rank: report for rank, report in reports.items() if report["kind"] == "lost"}
-    others = {rank: report for rank, report in lost.items() if not report["ended"]} or lost
-    where = f" in {next(iter(others.values()))['where']}" if others else ""
     kinds = {kind: [rank for rank in reports if reports[rank]["kind"] == kind] for kind in ("own", "gone", "signal")}
+    lost = {rank: report for rank, report in reports.items() if report["kind"] == "lost"}
+    waited = max((report["waited"] for report in reports.values()), default=0)
+    in_training = [report["where"] for report in lost.values() if not report["ended"]]
+    where = "".join(f" in {place}" for place in (in_training or [report["where"] for report in lost.values()])[:1])
     if kinds["own"]:
         return kinds["own"][0], reports[kinds["own"][0]]["why"]
     if blamed := kinds["gone"]:
@@ -239,17 +231,13 @@ def judge(watch, reports, states):
         return rank, f"{watch.names([rank])} ended its training in {reports[rank]['where']}, others are{where}"
     for rank in kinds["signal"] if lost else []:
         return rank, f"{watch.names([rank])} was ended by {reports[rank]['why']} in {reports[rank]['where']}"
-    if lost:
-        return None, f"the ranks lost each other: {places(lost)} ({next(iter(lost.values()))['why']})"
-    return None, ""
-
-
-def places(reports):
-    """Where each rank was, such as "rank 0 in the evaluation after epoch 1, rank 1, 2 in step 14/14 of epoch 1"."""
-    ranks = {}
-    for rank in sorted(reports):
-        ranks.setdefault(reports[rank]["where"], []).append(rank)
-    return ", ".join(f"rank {few(there)} in {where}" for where, there in ranks.items())
+    if not lost:
+        return None, ""
+    places = {}
+    for rank in sorted(lost):
+        places.setdefault(lost[rank]["where"], []).append(rank)
+    each = ", ".join(f"rank {few(there)} in {place}" for place, there in places.items())
+    return None, f"the ranks lost each other: {each} ({next(iter(lost.values()))['why']})"
 
 
 def show_and_kill(pids):
@@ -267,9 +255,12 @@ def is_lost(error):
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
+# ------------------------------------------------------------------------------------------------- telling
+
+
 def tell(error):
     """Tell of the exception that ends a process. Returns the exit status."""
-    status = _tell_after_meeting(error) if process.watch else tell_before_meeting(error)
+    status = _tell_after_meeting(error) if process.watch else errors.tell(error)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and "DDP_AGENT" not in os.environ
     if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
@@ -283,8 +274,8 @@ def _tell_after_meeting(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
-    watch, ranks = process.watch, process.watch.ranks
-    served = f"{watch.server}, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"
+    watch, rank, local_rank = process.watch, process.watch.ranks.rank, process.watch.ranks.local_rank
+    served = f"{watch.server}, which serves the store, {{}}: rank {rank} lost it in {process.where()}"
 
     def give_up():
         write_error(served.format("does not answer"))
@@ -295,58 +286,38 @@ def _tell_after_meeting(error):
     timer.daemon = True
     timer.start()
     try:
-        if watch.signal or isinstance(error, KeyboardInterrupt):
-            return _tell_of_signal()
-        return _tell_of_others(error) if is_lost(error) else _tell_of_itself(error)
+        kind, line, status, details = _explain(watch, error)
+        waited = kind == "lost" and re.search("timed out|timeout", str(error), re.IGNORECASE)
+        watch.report(kind, line, watch.timeout if waited else 0)
+        if kind == "signal" and "TORCHELASTIC_RUN_ID" not in os.environ:
+            line = ""  # else torchrun ends all, perhaps since one is gone
+        elif kind != "own":
+            line = watch.examine()
+        if line and watch.first():
+            write_error(line, details)
+        if kind != "signal":
+            leave_for_torchrun(line, later=int(kind == "lost"))
+        watch.stay(PATIENCE if kind == "lost" else 1)
+        return status
     except dist.DistError:
         # Rank 0 told its own fault, if it could. Of the others one on each machine tells that it is gone.
-        here = ranks.rank == ranks.local_rank  # rank 0's machine
-        if ranks.local_rank == (1 if here else 0):
+        if local_rank == (1 if rank == local_rank else 0):  # on rank 0's machine the next one
             write_error(served.format("is gone"))
         return 1
     finally:
         timer.cancel()
 
 
-def _tell_of_signal():
-    watch = process.watch
-    number = watch.signal or signal.SIGINT
-    watch.report("signal", number.name)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all, perhaps since one is gone
-        _tell_once(watch.examine())
-    watch.stay(1)
-    return 128 + number
-
-
-def _tell_of_others(error):
-    watch = process.watch
-    waited = watch.timeout if re.search("timed out|timeout", str(error), re.IGNORECASE) else 0
-    watch.report("lost", describe(error), waited)
-    line = watch.examine()
-    _tell_once(line)
-    leave_for_torchrun(line, later=1)
-    watch.stay(PATIENCE)
-    return 1
-
-
-def _tell_of_itself(error):
-    """What has an `exit_status` is told by one line; of anything else the traceback is needed."""
-    watch, plain, details = process.watch, hasattr(error, "exit_status"), ""
+def _explain(watch, error):
+    """(kind of report, why, exit status, traceback or "") of the exception with which this rank ends."""
+    if watch.signal or isinstance(error, KeyboardInterrupt):
+        number = watch.signal or signal.SIGINT
+        return "signal", number.name, 128 + number, ""
+    if is_lost(error):
+        return "lost", describe(error), 1, ""
+    if hasattr(error, "exit_status"):
+        return "own", str(error), error.exit_status, ""
+    name, where = watch.names([watch.ranks.rank]), process.where()
     if isinstance(error, SystemExit):
-        line = f"left by sys.exit({error.code!r}), before the training was finished, in {process.where()}"
-    elif plain:
-        line = str(error)
-    else:
-        line, details = f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error))
-    if not plain:
-        line = f"{watch.names([watch.ranks.rank])} {line}"
-    watch.report("own", line)
-    _tell_once(line, details)
-    leave_for_torchrun(line)
-    watch.stay(1)
-    return error.exit_status if plain else 1
-
-
-def _tell_once(line, details=""):
-    if line and process.watch.first():
-        write_error(line, details)
+        return "own", f"{name} left by sys.exit({error.code!r}), before the training was finished, in {where}", 1, ""
+    return "own", f"{name} failed in {where}: {describe(error)}", 1, "".join(traceback.format_exception(error))
