@@ -5,7 +5,8 @@ import random
 import signal
 
 from common import ranks
-from common.errors import UserError, die_with_parent, stop_signals
+from common.errors import UserError, stop_signals
+from common.start import die_with_parent
 
 import numpy
 import torch

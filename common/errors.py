@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import functools
 import gc
@@ -206,22 +205,6 @@ def kill_workers():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
     for worker in workers:
         worker.kill()
-
-
-def die_with_parent():
-    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
-    parent = mp.parent_process()
-    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if parent and not parent.is_alive():
-            os._exit(1)  # it was gone already
-    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
-
-        def follow():
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=follow, daemon=True).start()
 
 
 process = Process()

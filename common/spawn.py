@@ -11,9 +11,9 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
 from common import faults
-from common.errors import die_with_parent, process, stop_signals, write_error
+from common.errors import process, stop_signals, write_error
 from common.place import Ranks, local_devices, resolve_backend
-from common.start import refuse_launcher
+from common.start import die_with_parent, refuse_launcher
 
 import torch
 import torch.distributed as dist

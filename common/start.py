@@ -1,12 +1,16 @@
-"""What each process sets before it makes the model."""
+"""What each process sets at its start."""
 
+import ctypes
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from common.errors import UserError, launcher
 
 import torch
+import torch.multiprocessing as mp
 
 
 def prepare(args, device, ranks=None):
@@ -34,3 +38,19 @@ def refuse_launcher():
     if name := launcher():
         script = Path(sys.argv[0]).name
         raise UserError(f"{script} was started by {name}: start it by `python {script}`, or take ddp_torchrun.py")
+
+
+def die_with_parent():
+    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
+    parent = mp.parent_process()
+    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if parent and not parent.is_alive():
+            os._exit(1)  # it was gone already
+    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
+
+        def follow():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()

@@ -100,6 +100,7 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
     os.kill(run.pid, number)
     result = run.result(timeout=45)
     assert result.status != 0 and not result.processes
+    assert all(name.startswith("pymp-") for name in result.files), "but Python's, of loader workers"
 
 
 @linux
