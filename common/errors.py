@@ -43,7 +43,7 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on this machine. node: the
+    other know of their failures, once they have met (`watch.Watch`). local_rank: the rank on this machine. node: the
     rank of this machine. group: the process group that was left.
     """
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
-from common import faults
 from common.errors import process, stop_signals, write_error
+from common.judge import judge
 from common.place import Ranks, local_devices, resolve_backend
 from common.start import die_with_parent, refuse_launcher
+from common.watch import PATIENCE, Watch, show_and_kill
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def wait_for_ranks(context, path):
     """
     hold_signals(False)
     running, count, store = dict(enumerate(context.processes)), len(context.processes), dist.FileStore(path, -1)
-    watch = faults.Watch(store, Ranks(world_size=count, local_world_size=count))
+    watch = Watch(store, Ranks(world_size=count, local_world_size=count))
     codes, end = {}, math.inf  # {rank: exit code} of those that failed
     while running and time.monotonic() < end:
         connection.wait([child.sentinel for child in running.values()], None if end == math.inf else 0.1)
@@ -124,7 +125,7 @@ def wait_for_ranks(context, path):
             del running[rank]
             if code == 0 and store.check([f"finished {rank}"]):
                 continue
-            end = min(end, time.monotonic() + 2 * faults.PATIENCE)  # for the ranks that live: they judge and tell
+            end = min(end, time.monotonic() + 2 * PATIENCE)  # for the ranks that live: they judge and tell
             if code == -9 and watch.has_killed():  # SIGKILL, which Windows lacks: it was stuck, and is not to blame
                 continue
             codes[rank] = code
@@ -136,8 +137,8 @@ def wait_for_ranks(context, path):
     if end == math.inf:
         return
     reports = watch.reports()
-    blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in running if reports})
-    faults.show_and_kill([child.pid for child in running.values()])
+    blamed, line = judge(watch, reports, {rank: watch.state(rank) for rank in running if reports})
+    show_and_kill([child.pid for child in running.values()])
     if line and watch.first():  # no rank was left to tell
         write_error(line)
     code = codes.get(blamed, next(iter(codes.values()), 1)) or 1

@@ -1,5 +1,6 @@
 """What each process sets at its start."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -7,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from common.errors import UserError, launcher
+from common.errors import UserError, launcher, stop_signals
 
 import torch
 import torch.multiprocessing as mp
@@ -54,3 +55,17 @@ def die_with_parent():
             os._exit(1)
 
         threading.Thread(target=follow, daemon=True).start()
+
+
+@contextlib.contextmanager
+def signals_held():
+    """Hold the signals that stop a run while processes are forked: Python drops what a handler raises then."""
+    held, main = [], threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, lambda *got: held.append(got[0])) for number in stop_signals() if main}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)

@@ -11,6 +11,8 @@ ORDER += [
     "spawn",
     "group",
     "faults",
+    "watch",
+    "judge",
     "meeting",
     "network",
     "place",
