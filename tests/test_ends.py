@@ -85,6 +85,18 @@ def test_ctrl_c_without_a_parent(kit, script):
 
 
 @linux
+@pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py"])
+def test_signal_while_a_loader_worker_is_forked(kit, script):
+    """Python drops what a handler raises in the midst of that."""
+    hook = "lambda: os.kill(os.getpid(), signal.SIGINT)"
+    with (kit.path / "common" / "job.py").open("a") as file:
+        file.write(f"\n\nimport os, signal\n\nos.register_at_fork(after_in_parent={hook})\n")
+    result = kit.run(*forked(script, "--workers", "1", "--epochs", "1"), timeout=60)
+    # Of the ranks of mp.spawn none was asked to stop: they were all interrupted by themselves.
+    assert result.status == 130 and "Exception ignored" not in result.err and not result.processes, result
+
+
+@linux
 @pytest.mark.parametrize(
     "command, number",
     [
