@@ -5,6 +5,7 @@ import compileall
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -21,11 +22,14 @@ from py_compile import PycInvalidationMode
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
+TORCH = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))  # without the import of it
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
+# Older versions of torch take port 29500 where none is given, and several tests run at once.
+ANY_PORT = ("--standalone",) if TORCH < (2, 13) else ()
 
 
 def torchrun(nproc, script, *options):
-    return (*TORCHRUN, f"--nproc_per_node={nproc}", script, *options)
+    return (*TORCHRUN, *ANY_PORT, f"--nproc_per_node={nproc}", script, *options)
 
 
 def forked(script, *options):
