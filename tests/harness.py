@@ -245,9 +245,10 @@ class Kit:
         return found
 
     def temporary_files(self):
-        # torchrun makes a directory for its logs and leaves it, whatever it runs.
-        names = [path.name for path in self.temporary.iterdir()]
-        return [name for name in names if not name.startswith(("torchelastic_", "torchinductor_"))]
+        # torchrun makes a directory for its logs and leaves it, whatever it runs. Importing torch 2.6 makes one with
+        # this file in it, and a killed process leaves it.
+        paths = [path for path in self.temporary.iterdir() if not (path / "_remote_module_non_scriptable.py").exists()]
+        return [path.name for path in paths if not path.name.startswith(("torchelastic_", "torchinductor_"))]
 
     def kill_all(self):
         while self.processes():
