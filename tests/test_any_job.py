@@ -221,7 +221,11 @@ def test_what_is_not_named_is_refused(kit, command, name):
 @pytest.mark.parametrize(
     "value, where",
     [
-        ("{'x': numpy.float32(1)}", "torch does not load best with weights_only=True, it holds code, numpy"),
+        pytest.param(
+            "{'x': numpy.float32(1)}",
+            "torch does not load best with weights_only=True, it holds code, numpy",
+            marks=pytest.mark.versions,
+        ),
         pytest.param(
             "{'x': [1, pathlib.Path('a')]}",
             "it holds code, pathlib.PosixPath",
