@@ -44,27 +44,27 @@ class Process:
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
     other know of their failures, once they have met (`watch.Watch`). local_rank: the rank on this machine. node: the
-    rank of this machine. group: the process group that was left.
+    rank of this machine. backends: the process group's that was left; see `let_go`.
     """
 
     def __init__(self):
         self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell
-        self.watch = self.group = None
+        self.watch = self.backends = None
         self.local_rank = self.node = 0
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""
-        group, tell = self.group, self.tell
+        backends, tell = self.backends, self.tell
         self.at_end.pop_all()
         self.__init__()
         self.tell = tell
         if not finished:
             kill_workers()  # they may be in the midst of something, and would be waited for
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
-        # threads: one that lets go of a tensor while the interpreter ends would abort the process. DDP must not be
-        # the last to release the group: it would wait for these threads while they wait for Python's lock.
+        # threads: one that lets go of a tensor while the interpreter ends would abort the process. Neither DDP nor the
+        # group of torch 2.6 may be the last to release a backend: they keep Python's lock, which its threads wait for.
         gc.collect()
-        del group
+        del backends
         kill_workers()  # those that still did not end: they ignore SIGTERM, and Python would wait for them
 
 

@@ -97,5 +97,5 @@ def leave():
     if process.watch and (line := process.watch.end_together()):
         raise RunError(line)
     process.watch = None
-    process.group = dist.group.WORLD
+    process.backends = [dist.group.WORLD._get_backend(device) for device in dist.group.WORLD._device_types]
     dist.destroy_process_group()

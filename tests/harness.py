@@ -5,6 +5,7 @@ import compileall
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -21,11 +22,14 @@ from py_compile import PycInvalidationMode
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
+TORCH = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))  # without the import of it
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
+# Older versions of torch take port 29500 where none is given, and several tests run at once.
+ANY_PORT = ("--standalone",) if TORCH < (2, 13) else ()
 
 
 def torchrun(nproc, script, *options):
-    return (*TORCHRUN, f"--nproc_per_node={nproc}", script, *options)
+    return (*TORCHRUN, *ANY_PORT, f"--nproc_per_node={nproc}", script, *options)
 
 
 def forked(script, *options):
@@ -241,9 +245,10 @@ class Kit:
         return found
 
     def temporary_files(self):
-        # torchrun makes a directory for its logs and leaves it, whatever it runs.
-        names = [path.name for path in self.temporary.iterdir()]
-        return [name for name in names if not name.startswith(("torchelastic_", "torchinductor_"))]
+        # torchrun makes a directory for its logs and leaves it, whatever it runs. Importing torch 2.6 makes one with
+        # this file in it, and a killed process leaves it.
+        paths = [path for path in self.temporary.iterdir() if not (path / "_remote_module_non_scriptable.py").exists()]
+        return [path.name for path in paths if not path.name.startswith(("torchelastic_", "torchinductor_"))]
 
     def kill_all(self):
         while self.processes():

@@ -127,6 +127,14 @@ def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     assert result.status == 0 and "at the end [" in result.out and "gloo_" not in result.out, result
 
 
+@pytest.mark.versions
+def test_collective_that_nobody_waited_for(kit):
+    """At the end its thread lets go of the tensor, for which it needs Python's lock while it is waited for."""
+    left = "    dist.destroy_process_group()\n"
+    kit.edit("common/group.py", left, f"    dist.all_reduce(torch.ones(2**24), async_op=True)\n{left}")
+    assert kit.run(*forked_ranks(2, "ddp_torchrun.py"), "--epochs", "1", timeout=60).status == 0
+
+
 def listening(pids):
     """Local addresses, as /proc writes them, on which these processes listen."""
     sockets = set()

@@ -8,7 +8,7 @@ import sys
 import zipfile
 
 import pytest
-from harness import PYTHON, TORCHRUN, forked, free_port, torchrun
+from harness import ANY_PORT, PYTHON, TORCHRUN, forked, free_port, torchrun
 
 slow = pytest.mark.slow
 ALONE = (PYTHON, "dp_train.py")
@@ -123,9 +123,9 @@ def test_pytorch_job_of_kubernetes(kit):
 )
 def test_ways_to_call_torchrun(kit, words):
     """Two at once, without any port given."""
+    words = [*ANY_PORT, *words, "--epochs", "1"]
     runs = [
-        kit.start(*TORCHRUN, *words, "--epochs", "1", "--metrics", f"{number}.jsonl", env={"PYTHONPATH": "."})
-        for number in range(2)
+        kit.start(*TORCHRUN, *words, "--metrics", f"{number}.jsonl", env={"PYTHONPATH": "."}) for number in range(2)
     ]
     assert [run.result().status for run in runs] == [0, 0]
     size = os.cpu_count() if "--nproc-per-node=cpu" in words else 2

@@ -53,7 +53,7 @@ def test_local_rank_as_an_argument(kit, spelling):
 
 @pytest.mark.parametrize(
     "starter, scheme",
-    [("by hand", "file"), ("by hand", "tcp")]
+    [("by hand", "file"), pytest.param("by hand", "tcp", marks=pytest.mark.versions)]
     + [pytest.param("torchrun", scheme, marks=pytest.mark.slow) for scheme in ("tcp", "file")],
 )
 def test_init_method(kit, scheme, starter):

@@ -20,7 +20,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=name, marks=pytest.mark.versions if name in ("torchrun", "ddp_spawn") else ())
+        for name, command in COMMANDS.items()
+    ],
+)
 def test_bare_command_trains(kit, command):
     result = kit.run(*command, "--metrics", "metrics.jsonl")
     assert result.status == 0, result.err
@@ -189,7 +195,9 @@ def test_workers_change_nothing(kit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp_torchrun.py", "model_parallel_ddp.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("ddp_torchrun.py", marks=pytest.mark.versions), "model_parallel_ddp.py"]
+)
 def test_compile(kit, script):
     options = ("--precision", "fp64", "--epochs", "2", "--metrics", "metrics.jsonl")
     assert kit.run("python", script, *options).status == 0

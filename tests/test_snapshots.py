@@ -87,7 +87,7 @@ def kill_in_forward(kit, call, who="os.environ['RANK'] == '1'", when="not os.pat
         (forked_ranks(3, "ddp_torchrun.py"), ("--accum", "2"), 85),
         (ALONE, ("--workers", "2"), 30),
         (PARALLEL, ("--accum", "2"), 50),
-        (SPAWN, (), 30),
+        pytest.param(SPAWN, (), 30, marks=pytest.mark.versions),
         slow((*PAIRS, "--nprocs", "3"), ("--precision", "bf16", "--clip", "1"), 26),
         slow(TORCHRUN, (), 30),
     ],
@@ -397,6 +397,7 @@ def refused(kit, *command):
     return result.errors[0]
 
 
+@pytest.mark.versions
 def test_bad_snapshots(saved):
     content = (saved.path / "run.pt").read_bytes()
     for name, (spoil, words) in BAD.items():
