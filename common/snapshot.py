@@ -105,8 +105,9 @@ class Snapshots:
             return None
         try:
             # torch does not look at the checksums that it writes. One process of a machine looks at all of the file.
-            if process.local_rank == 0 and (damaged := zipfile.ZipFile(self.path).testzip()):
-                raise ValueError(f"{damaged} in it is damaged")
+            with zipfile.ZipFile(self.path) as file:
+                if process.local_rank == 0 and (damaged := file.testzip()):
+                    raise ValueError(f"{damaged} in it is damaged")
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
             there = state["run"]["settings"] | shapes(self.named, state)
         except Exception as error:  # whatever a foreign file brings about

@@ -228,7 +228,7 @@ def test_elastic_restarts(kit, restarts):
 
 
 def test_ranks_with_disks_of_their_own(kit):
-    """The newest snapshot that any rank finds is the one."""
+    """The newest snapshot that any rank finds is the one. A bad one on one disk ends all ranks."""
     options = ("--precision", "fp64", "--epochs", "2")
     undisturbed = digest(kit, *RANKS, *options)
     for rank, steps in enumerate(("3", "17")):
@@ -249,6 +249,11 @@ def test_ranks_with_disks_of_their_own(kit):
         assert [result.status for result in results] == [0, 0], results
         assert "after step 3/14 of epoch 2, 17 in all" in results[0].out or disks[0] == "disk2"
         assert kit.metrics(f"{disks[0]}/metrics.jsonl", "end")[-1]["weights_sha256"] == undisturbed
+    (kit.path / "disk1" / "run.pt").write_text("hello")
+    results = [run.result() for run in list(start(["disk0", "disk1"]))]
+    assert all(result.status for result in results), results
+    (line,) = [line for result in results for line in result.errors]
+    assert "--snapshot run.pt is no whole snapshot of this kit (File is not a zip file)" in line
 
 
 # ---------------------------------------------------------------------------------------------- SIGTERM, Ctrl-C
