@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 @entry
-def train(rank, args, directory):
+def train(rank, args, path):
     # 1. The process group: it meets in a file, so that no port is opened for it.
-    device = join(args, spawned(rank, args.nprocs, directory))
+    device = join(args, spawned(rank, args.nprocs, path))
 
     # 2. Data: each process loads its share of every global batch.
     train_set, test_set = check_sets(*job.load_data())
@@ -65,9 +65,9 @@ def train(rank, args, directory):
 @entry
 def main(argv=None):
     args = Options(__doc__, ddp=True, nprocs=True).parse_args(argv)
-    with spawning(args) as directory:
-        context = mp.spawn(train, (args, directory), args.nprocs, join=False)
-        wait_for_ranks(context, directory)
+    with spawning(args) as path:
+        context = mp.spawn(train, (args, path), args.nprocs, join=False)
+        wait_for_ranks(context, path)
 
 
 if __name__ == "__main__":

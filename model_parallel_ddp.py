@@ -59,8 +59,8 @@ def train(args, ranks):
 
 
 @entry
-def spawned_train(rank, args, directory):
-    train(args, spawned(rank, args.nprocs, directory))
+def spawned_train(rank, args, path):
+    train(args, spawned(rank, args.nprocs, path))
 
 
 @entry
@@ -70,9 +70,9 @@ def main(argv=None):
     if ranks.launcher:
         train(args, ranks)
     else:
-        with spawning(args, each=2) as directory:
-            context = mp.spawn(spawned_train, (args, directory), args.nprocs, join=False)
-            wait_for_ranks(context, directory)
+        with spawning(args, each=2) as path:
+            context = mp.spawn(spawned_train, (args, path), args.nprocs, join=False)
+            wait_for_ranks(context, path)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
 
-from common import faults, meeting, network
+from common import meeting, network
 from common.options import Options
 from common.place import Ranks
+from common.watch import Watch
 
 import torch.distributed as dist
 
@@ -58,7 +59,7 @@ def play(world_size, port):
     def rank(number):
         place = Ranks(number, world_size, number % EACH, EACH, "torchrun", node=number // EACH, serves_store=True)
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
-        watch = faults.Watch(store, place, 120)
+        watch = Watch(store, place, 120)
         watch.host = f"host{place.node}"
 
         def timed(what, function):

@@ -3,9 +3,11 @@
 import math
 import random
 import signal
+from multiprocessing import util
 
 from common import ranks
-from common.errors import UserError, die_with_parent, stop_signals
+from common.errors import UserError, stop_signals
+from common.start import die_with_parent, signals_held
 
 import numpy
 import torch
@@ -169,7 +171,9 @@ def start_worker(_worker):
 
 def iterate(loader):
     """`iter(loader)`, which draws a seed for the workers, without a trace in the random state."""
-    with torch.random.fork_rng(devices=[]):
+    if loader.num_workers:
+        util.get_temp_dir()  # which they share then; else each has its own, and leaves it when it is killed
+    with signals_held(), torch.random.fork_rng(devices=[]):
         return iter(loader)
 
 

@@ -2,16 +2,18 @@
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import functools
 import gc
 import io
+import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
@@ -41,12 +43,12 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`faults.Watch`). local_rank: the rank on this machine. node: the
+    other know of their failures, once they have met (`watch.Watch`). local_rank: the rank on this machine. node: the
     rank of this machine. group: the process group that was left.
     """
 
     def __init__(self):
-        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell_alone
+        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell
         self.watch = self.group = None
         self.local_rank = self.node = 0
 
@@ -146,17 +148,42 @@ def stop_signals():
     return [signal.SIGINT, signal.SIGTERM] + ([] if ignored else [hangup])
 
 
-def tell_alone(error):
+def launcher():
+    """The name of what started this process, or None; a user's own RANK counts as torchrun's."""
+    if "RANK" in os.environ:
+        return "torchrun"
+    # A single task is as good as none: most often an interactive shell, where any script may be started. A batch
+    # script has a rank too, but no step and so no number of tasks in it.
+    if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return "mpirun"
+    return "srun" if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in os.environ else None
+
+
+def tell(error):
     """Tell of the exception that ends a process which has not met others. Returns the exit status."""
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if hasattr(error, "exit_status"):
+    if not hasattr(error, "exit_status"):
+        write_error(f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error)))
+        return 1
+    # All processes of a machine may find the same. The first one shall tell it.
+    local = filter(None, map(os.environ.get, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")))
+    first = next(local, "0") == "0" or not launcher()
+    if not first and (launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ):
+        time.sleep(10)  # these end all as soon as one has ended; where none ends this one, the error is its own
+    if first or not (launcher() == "srun" or mp.parent_process()):  # which let the first one speak
         write_error(str(error))
-        return error.exit_status
-    write_error(f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error)))
-    return 1
+    leave_for_torchrun(str(error))
+    return error.exit_status
+
+
+def leave_for_torchrun(line, later=0):
+    """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def write_error(line, details=""):
@@ -178,22 +205,6 @@ def kill_workers():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report them as killed
     for worker in workers:
         worker.kill()
-
-
-def die_with_parent():
-    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
-    parent = mp.parent_process()
-    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if parent and not parent.is_alive():
-            os._exit(1)  # it was gone already
-    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
-
-        def follow():
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=follow, daemon=True).start()
 
 
 process = Process()

@@ -1,290 +1,34 @@
-"""When a rank fails, is killed or is stuck: who, where and why is told once on each machine, and all ranks end."""
+"""A rank that fails tells it: who, where and why, in one line, once on each machine, and all ranks end."""
 
-import contextlib
-import faulthandler
-import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
-from datetime import timedelta
-from pathlib import Path
 
-from common.errors import UserError, describe, process, stop_signals, write_error
-from common.start import leave_for_torchrun, tell_before_meeting
-from common.waiting import few
+from common import errors
+from common.errors import UserError, describe, leave_for_torchrun, process, stop_signals, write_error
+from common.watch import PATIENCE, is_lost
 
 import torch.distributed as dist
-
-PATIENCE = 4  # seconds in which the ranks that live report
-
-
-class Watch:
-    """What the ranks let each other know, through the store in which they met: that they live, and how they failed.
-
-    A report is a dict: "rank"; "kind", see `judge`; "where" in its training the rank was; "why", in words; "waited",
-    for how many seconds in vain, or 0; "ended", whether it had left the training. What N ranks ask of the store grows
-    with N, not with its square: reports are numbered as they come, each is fetched once, and one rank of each machine
-    judges for all there.
-    """
-
-    def __init__(self, store, ranks, timeout=0):
-        """timeout: seconds."""
-        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
-        self.ended, self.signal, self.host = False, None, socket.gethostname()
-        self.fetched, self.processes, self.server = {}, {}, "rank 0"
-        self.serves = ranks.rank == 0 and not (ranks.serves_store or ranks.has_parent)
-
-    def begin(self, backend):
-        """Let the others know this process, and tell them of its end."""
-        self.announce()
-        if hasattr(faulthandler, "register"):  # not on Windows
-            faulthandler.register(signal.SIGUSR2)  # shows the stacks
-        faulthandler.enable()  # NCCL aborts a process whose collective takes too long
-        # With NCCL no handler could run while this process waits for the others.
-        if not self.ranks.has_parent and backend == "gloo":
-            for number in set(stop_signals()) - {signal.SIGINT}:
-                signal.signal(number, self._receive)
-
-    def announce(self, pid=None):
-        self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
-
-    def joined(self):
-        self.server = self.names([0])  # while the store can be asked
-
-    def _receive(self, number, frame):
-        self.signal = signal.Signals(number)
-        raise SystemExit(128 + number)
-
-    def _set(self, key, value):
-        self.store.set(key, json.dumps(value))
-
-    def _fetch(self, found, keys):
-        """Add to `found` the values of those of the keys that are there and not in it yet."""
-        keys = [key for key in keys if key not in found]
-        if keys and not self.store.check(keys):
-            keys = [key for key in keys if self.store.check([key])]
-        if keys:
-            found.update(zip(keys, map(json.loads, self.store.multi_get(keys)), strict=True))
-        return found
-
-    def all_leave(self, where):
-        """Whether all ranks leave a loop here; waits for them, but not for ever: others may go on in it."""
-        if self.store.add(f"leave {where}", 1) == self.ranks.world_size:
-            self.store.set(f"all leave {where}", "")
-        try:
-            self.store.wait([f"all leave {where}"], timedelta(seconds=min(30, self.timeout)))
-        except dist.DistError:
-            return False
-        except RuntimeError as error:  # of a store in a file
-            if "timeout" not in str(error).lower():
-                raise
-            return False
-        return True
-
-    def end_together(self):
-        """Wait until all ranks are here. Returns in one line who ended the training elsewhere than others, or "".
-
-        Raises `DistError` where one does not come within the timeout.
-        """
-        world_size, self.ended = self.ranks.world_size, True
-        self._set(f"end {self.ranks.rank}", process.where())
-        if self.store.add("ends", 1) == world_size:
-            ends = [*self._fetch({}, [f"end {rank}" for rank in range(world_size)]).values()]
-            others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
-            line = f"{self.names(others)} ended in {ends[others[0]]}, rank 0 in {ends[0]}" if others else ""
-            self.store.set("all ends", line)
-        self.store.wait(["all ends"], timedelta(seconds=self.timeout))
-        line = self.store.get("all ends").decode()
-        self.stay(PATIENCE)
-        return line
-
-    def stay(self, seconds):
-        """Let the rank that serves the store stay until the others need it no more."""
-        self.store.add("left", 1)
-        end = time.monotonic() + seconds
-        while self.serves and time.monotonic() < end:
-            if self.store.add("left", 0) >= self.ranks.world_size:
-                break
-            time.sleep(0.01)
-
-    def report(self, kind, why="", waited=0, gone=None):
-        """Let the others know how this rank ended, or the rank `gone`, which cannot tell it any more."""
-        report = {"rank": self.ranks.rank, "kind": kind, "where": process.where(), "why": why, "waited": waited}
-        report["ended"] = self.ended
-        if gone is not None:
-            report |= {"rank": gone, "where": "", "ended": False}
-            self.store.add("left", 1)
-        self._set(f"report {self.store.add('reports', 1)}", report)
-
-    def reports(self):
-        """{rank: report} of the ranks that left one."""
-        keys = [f"report {number}" for number in range(1, self.store.add("reports", 0) + 1)]
-        reports = {}
-        for report in self._fetch(self.fetched, keys).values():
-            reports.setdefault(report["rank"], report)
-        return reports
-
-    def first(self):
-        """Whether this process is the first on its machine that asks."""
-        return self.store.add(f"first on {self.host}", 1) == 1
-
-    def examine(self):
-        """Wait for the others' reports; return the line to tell.
-
-        Where others were waited for in vain, ends the processes of this machine that are stuck; they show where before.
-        """
-        if self.signal:  # perhaps this rank alone was ended, and the others still have to find out
-            return self._examine()
-        verdict = f"verdict on {self.host}"
-        if self.store.add(f"judges on {self.host}", 1) > 1:
-            with contextlib.suppress(RuntimeError):  # the judge may have been killed
-                self.store.wait([verdict], timedelta(seconds=2 * PATIENCE))
-                return self.store.get(verdict).decode()
-        line = self._examine()
-        self.store.set(verdict, line)
-        return line
-
-    def _examine(self):
-        end = time.monotonic() + PATIENCE
-        everyone = range(self.ranks.world_size)
-        while True:
-            late = time.monotonic() > end
-            self._fetch(self.processes, [f"process {rank}" for rank in everyone])
-            reports = self.reports()
-            states = {rank: self.state(rank) for rank in everyone if rank not in reports}
-            for rank in [rank for rank, state in states.items() if state == "gone"]:
-                if not self.ranks.has_parent or late:  # a parent knows how it ended
-                    self.report("gone", gone=rank)
-            reports = self.reports()
-            states = {rank: state for rank, state in states.items() if rank not in reports}
-            if self.signal:  # others may not have got one, and go on
-                states = {rank: state for rank, state in states.items() if state == "stopped"}
-            kinds = {report["kind"] for report in reports.values()}
-            if late or kinds & {"own", "gone"} or all(state == "stopped" for state in states.values()):
-                break
-            time.sleep(0.05)
-        line = judge(self, reports, states)[1]
-        in_vain = any(report["waited"] for report in reports.values()) and "own" not in kinds
-        if in_vain and self.store.add(f"killing on {self.host}", 1) == 1:
-            show_and_kill([self._process(rank)[1] for rank, state in states.items() if state])
-        return line
-
-    def has_killed(self):
-        """Whether ranks of this machine that were stuck were killed by another one."""
-        return self.store.check([f"killing on {self.host}"])
-
-    def names(self, ranks):
-        """Such as "rank 2, 3 on h1; rank 4 on h2"."""
-        hosts = {}
-        for rank in ranks:
-            hosts.setdefault(self._process(rank)[0], []).append(rank)
-        return few([f"rank {few(there)} on {host}" for host, there in hosts.items()], "; ", "machines more")
-
-    def _process(self, rank):
-        key = f"process {rank}"
-        unknown = self.host if self.ranks.one_machine else "an unknown machine"
-        return self._fetch(self.processes, [key]).get(key, [unknown, 0, None])
-
-    def has_met(self, rank):
-        return self._process(rank)[1] > 0
-
-    def state(self, rank):
-        """Of a rank's process: "gone", "stopped" or "running"; "" where this process cannot tell."""
-        host, pid, space = self._process(rank)
-        if sys.platform != "linux" or host != self.host or space != _process_space():
-            return ""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return "gone"
-        return {"Z": "gone", "X": "gone", "T": "stopped"}.get(state, "running")
-
-
-def _process_space():
-    """Containers number their processes by themselves."""
-    return Path("/proc/self/ns/pid").stat().st_ino if sys.platform == "linux" else 0
-
-
-def judge(watch, reports, states):
-    """(the rank to blame or None, what to tell of it).
-
-    reports: {rank: report}, of the kinds "own", a fault of its own; "lost", it lost others; "signal", one ended it;
-    "gone", as others saw. states: {rank: "running", "stopped" or ""} of those without a report.
-    """
-    waited = max((report["waited"] for report in reports.values()), default=0)
-    lost = {rank: report for rank, report in reports.items() if report["kind"] == "lost"}
-    others = {rank: report for rank, report in lost.items() if not report["ended"]} or lost
-    where = f" in {next(iter(others.values()))['where']}" if others else ""
-    kinds = {kind: [rank for rank in reports if reports[rank]["kind"] == kind] for kind in ("own", "gone", "signal")}
-    if kinds["own"]:
-        return kinds["own"][0], reports[kinds["own"][0]]["why"]
-    if blamed := kinds["gone"]:
-        how = reports[blamed[0]]["why"] or "is gone, killed or ended by itself,"
-        return blamed[0], f"{watch.names(blamed)} {how}{where}"
-    if not waited:  # some rank has died, and those that run wait for such as this one
-        states = {rank: state for rank, state in states.items() if state != "running"} or states
-    if blamed := list(states):
-        how = f"has not answered for {waited:g} s" if waited else "does not answer"
-        whys = {
-            "stopped": ": it was stopped by a signal",
-            "running": ": it does something else, see its stack above",
-        }
-        return blamed[0], f"{watch.names(blamed)} {how}{where}{whys.get(states[blamed[0]], '') if waited else ''}"
-    for rank in [rank for rank in reports if reports[rank]["ended"] and lost]:
-        return rank, f"{watch.names([rank])} ended its training in {reports[rank]['where']}, others are{where}"
-    for rank in kinds["signal"] if lost else []:
-        return rank, f"{watch.names([rank])} was ended by {reports[rank]['why']} in {reports[rank]['where']}"
-    if lost:
-        return None, f"the ranks lost each other: {places(lost)} ({next(iter(lost.values()))['why']})"
-    return None, ""
-
-
-def places(reports):
-    """Where each rank was, such as "rank 0 in the evaluation after epoch 1, rank 1, 2 in step 14/14 of epoch 1"."""
-    ranks = {}
-    for rank in sorted(reports):
-        ranks.setdefault(reports[rank]["where"], []).append(rank)
-    return ", ".join(f"rank {few(there)} in {where}" for where, there in ranks.items())
-
-
-def show_and_kill(pids):
-    """Let processes that are stuck show their stacks, and kill them."""
-    for number, pause in ((getattr(signal, "SIGUSR2", None), 0.5), (getattr(signal, "SIGKILL", None), 0)):
-        for pid in pids if number else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        time.sleep(pause if pids else 0)
-
-
-def is_lost(error):
-    """Whether an exception says that other ranks were lost, as a consequence of what happened there."""
-    words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
 def tell(error):
     """Tell of the exception that ends a process. Returns the exit status."""
-    status = _tell_after_meeting(error) if process.watch else tell_before_meeting(error)
+    status = _tell_after_meeting(error) if process.watch else errors.tell(error)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and "DDP_AGENT" not in os.environ
     if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun would try again and again what cannot succeed
     return status
 
 
-process.tell = tell
-
-
 def _tell_after_meeting(error):
     """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
-    watch, ranks = process.watch, process.watch.ranks
-    served = f"{watch.server}, which serves the store, {{}}: rank {ranks.rank} lost it in {process.where()}"
+    watch, rank, local_rank = process.watch, process.watch.ranks.rank, process.watch.ranks.local_rank
+    served = f"{watch.server}, which serves the store, {{}}: rank {rank} lost it in {process.where()}"
 
     def give_up():
         write_error(served.format("does not answer"))
@@ -295,58 +39,38 @@ def _tell_after_meeting(error):
     timer.daemon = True
     timer.start()
     try:
-        if watch.signal or isinstance(error, KeyboardInterrupt):
-            return _tell_of_signal()
-        return _tell_of_others(error) if is_lost(error) else _tell_of_itself(error)
+        kind, line, status, details = _explain(watch, error)
+        waited = kind == "lost" and re.search("timed out|timeout", str(error), re.IGNORECASE)
+        watch.report(kind, line, watch.timeout if waited else 0)
+        if kind == "signal" and "TORCHELASTIC_RUN_ID" not in os.environ:
+            line = ""  # else torchrun ends all, perhaps since one is gone
+        elif kind != "own":
+            line = watch.examine()
+        if line and watch.first():
+            write_error(line, details)
+        if kind != "signal":
+            leave_for_torchrun(line, later=int(kind == "lost"))
+        watch.stay(PATIENCE if kind == "lost" else 1)
+        return status
     except dist.DistError:
         # Rank 0 told its own fault, if it could. Of the others one on each machine tells that it is gone.
-        here = ranks.rank == ranks.local_rank  # rank 0's machine
-        if ranks.local_rank == (1 if here else 0):
+        if local_rank == (1 if rank == local_rank else 0):  # on rank 0's machine the next one
             write_error(served.format("is gone"))
         return 1
     finally:
         timer.cancel()
 
 
-def _tell_of_signal():
-    watch = process.watch
-    number = watch.signal or signal.SIGINT
-    watch.report("signal", number.name)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all, perhaps since one is gone
-        _tell_once(watch.examine())
-    watch.stay(1)
-    return 128 + number
-
-
-def _tell_of_others(error):
-    watch = process.watch
-    waited = watch.timeout if re.search("timed out|timeout", str(error), re.IGNORECASE) else 0
-    watch.report("lost", describe(error), waited)
-    line = watch.examine()
-    _tell_once(line)
-    leave_for_torchrun(line, later=1)
-    watch.stay(PATIENCE)
-    return 1
-
-
-def _tell_of_itself(error):
-    """What has an `exit_status` is told by one line; of anything else the traceback is needed."""
-    watch, plain, details = process.watch, hasattr(error, "exit_status"), ""
+def _explain(watch, error):
+    """(kind of report, why, exit status, traceback or "") of the exception with which this rank ends."""
+    if watch.signal or isinstance(error, KeyboardInterrupt):
+        number = watch.signal or signal.SIGINT
+        return "signal", number.name, 128 + number, ""
+    if is_lost(error):
+        return "lost", describe(error), 1, ""
+    if hasattr(error, "exit_status"):
+        return "own", str(error), error.exit_status, ""
+    name, where = watch.names([watch.ranks.rank]), process.where()
     if isinstance(error, SystemExit):
-        line = f"left by sys.exit({error.code!r}), before the training was finished, in {process.where()}"
-    elif plain:
-        line = str(error)
-    else:
-        line, details = f"failed in {process.where()}: {describe(error)}", "".join(traceback.format_exception(error))
-    if not plain:
-        line = f"{watch.names([watch.ranks.rank])} {line}"
-    watch.report("own", line)
-    _tell_once(line, details)
-    leave_for_torchrun(line)
-    watch.stay(1)
-    return error.exit_status if plain else 1
-
-
-def _tell_once(line, details=""):
-    if line and process.watch.first():
-        write_error(line, details)
+        return "own", f"{name} left by sys.exit({error.code!r}), before the training was finished, in {where}", 1, ""
+    return "own", f"{name} failed in {where}: {describe(error)}", 1, "".join(traceback.format_exception(error))

@@ -6,7 +6,7 @@ import socket
 import sys
 from datetime import timedelta
 
-from common import faults, meeting
+from common import faults, meeting, watch
 from common.errors import RunError, process
 from common.place import local_devices, ranks_from_environment, resolve_backend
 from common.ranks import say, this_machine
@@ -19,6 +19,8 @@ import torch.distributed as dist
 # before there is a group, they do not, and gloo's threads end with it. Else one of them could abort the interpreter
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
+
+process.tell = faults.tell
 
 
 def join(args, ranks=None, each=1):
@@ -57,7 +59,7 @@ def setup(args, ranks, devices):
     store, host = meeting.open_store(ranks, ranks.init_method, timeout)
     address = meeting.meet(store, host, ranks, args)
     if ranks.world_size > 1:
-        process.watch = faults.Watch(store, ranks, args.timeout)
+        process.watch = watch.Watch(store, ranks, args.timeout)
         process.watch.begin(args.backend)
     try:
         dist.init_process_group(

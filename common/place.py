@@ -7,8 +7,8 @@ import zlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from common.errors import UserError, die_with_parent
-from common.start import launcher
+from common.errors import UserError, launcher
+from common.start import die_with_parent
 from common.waiting import is_loopback
 
 import torch

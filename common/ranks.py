@@ -109,23 +109,11 @@ def check_same_weights(model, device):
 
     Of parameters that are sharded (DTensors) each rank has its own part, and nothing to compare.
     """
-    names, sums = [], []
-    for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "full_tensor"):
-            values = parameter.detach().cpu()
-            values = (torch.view_as_real(values) if values.is_complex() else values).double()
-            names.append(name)
-            sums += [values.sum(), values.abs().sum()]
-    if not names:
-        return
-    sums = torch.stack(sums).nan_to_num(nan=-1).view(-1, 2)
-    first = sums.to(device, copy=True)
-    if dist.is_initialized():
-        dist.broadcast(first, 0)
-    first = first.cpu()
+    whole = [one.detach().cpu() for one in model.parameters() if not hasattr(one, "full_tensor")]
+    whole = [torch.view_as_real(one) if one.is_complex() else one for one in whole]
+    sums = [sum(one.double().sum().item() for one in some) for some in (whole, [one.abs() for one in whole])]
+    found = gather(sums, device).nan_to_num(nan=-1)
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
-    differs = ((sums - first).abs() > 1e-12 * first[:, 1:]).any(1).nonzero().flatten().tolist()
-    found = gather([differs[0] + 1 if differs else 0], device).flatten().long().tolist()
-    if ranks := [rank for rank, number in enumerate(found) if number]:
-        name = names[min(found[rank] for rank in ranks) - 1]
-        raise RunError(f"the weights of rank {few(ranks)} differ from those of rank 0, first in {name}")
+    differs = ((found - found[0]).abs() > 1e-12 * found[0, 1]).any(1)
+    if differs.any():
+        raise RunError(f"the weights of rank {few(differs.nonzero().flatten().tolist())} differ from those of rank 0")

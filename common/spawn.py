@@ -1,7 +1,7 @@
 """One machine: a parent starts the ranks by mp.spawn, tells them how one of them ended, and ends them."""
 
+import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
-from common import faults
-from common.errors import die_with_parent, process, stop_signals, write_error
+from common.errors import process, stop_signals, write_error
+from common.judge import judge
 from common.place import Ranks, local_devices, resolve_backend
-from common.start import refuse_launcher
+from common.start import die_with_parent, refuse_launcher
+from common.watch import PATIENCE, Watch, show_and_kill
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 
 @contextmanager
 def spawning(args, each=1):
-    """Yield a fresh directory, of mode 0700; on the way out, whatever the reason, end all children and remove it.
+    """Yield the path of a fresh file in which the ranks meet; on the way out, whatever the reason, end all children.
 
     Sets `args.nprocs`: by default what the accelerators allow, with `each` for a process, or 2 on a CPU.
     Raises `UserError` where there are more processes than devices, or torch lacks the backend.
@@ -40,34 +41,43 @@ def spawning(args, each=1):
         nonlocal received_at
         if received_at is None and args.snapshot:
             received_at = time.monotonic()
-            for child in mp.active_children() if sys.platform != "win32" else []:
-                os.kill(child.pid, number)
+            signal_children(number)
         elif not args.snapshot or time.monotonic() - received_at > 1:  # not the same Ctrl-C, sent twice
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # Set for SIGINT as well: a shell that starts a script in the background lets it ignore SIGINT.
     signals = {number: signal.signal(number, stop) for number in stop_signals()}
-    directory = tempfile.mkdtemp(prefix="ddp-")
-    tempfile.tempdir = directory  # mp.spawn leaves error files of failed ranks behind
+    if in_memory := hasattr(os, "memfd_create"):  # Linux; nothing is left of it where this process is killed
+        file = os.memfd_create("ddp")
+        path = f"/proc/{os.getpid()}/fd/{file}"
+    else:
+        file, path = tempfile.mkstemp(prefix="ddp-")
     hold_signals(True)
     try:
-        yield directory
+        yield path
     finally:
         hold_signals(False)
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
-        children = mp.active_children()
-        for child in children if sys.platform != "win32" else []:
-            os.kill(child.pid, signal.SIGINT)  # lets it end its loader workers and remove their files
+        children = signal_children(signal.SIGINT)  # lets them end their loader workers and remove their files
         end = time.monotonic() + 3
         for child in children:
             child.join(max(0, end - time.monotonic()))
             child.kill()
             child.join()
-        tempfile.tempdir = None
-        shutil.rmtree(directory)
+        os.close(file)
+        if not in_memory:
+            Path(path).unlink(missing_ok=True)
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def signal_children(number):
+    """Send a signal to the processes that this one started, and return them."""
+    children = mp.active_children()
+    for child in children if sys.platform != "win32" else []:
+        os.kill(child.pid, number)
+    return children
 
 
 def hold_signals(yes):
@@ -77,7 +87,7 @@ def hold_signals(yes):
         signal.pthread_sigmask(signal.SIG_BLOCK if yes else signal.SIG_UNBLOCK, stop_signals())
 
 
-def spawned(rank, world_size, directory):
+def spawned(rank, world_size, path):
     """The `Ranks` of a process that mp.spawn started; they meet in a file, so that no port is opened for it.
 
     Also sets the variables that torchrun sets, and lets the parent know when all went well; see `wait_for_ranks`.
@@ -91,60 +101,51 @@ def spawned(rank, world_size, directory):
     hold_signals(False)
     die_with_parent()
     mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
-    process.at_end.callback(Path(directory, f"finished.{rank}").touch)
+    process.at_end.callback(lambda: dist.FileStore(path, -1).set(f"finished {rank}", ""))
     places = rank, world_size, rank, world_size
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, places), strict=True))
-    return Ranks(*places, "mp.spawn", f"file://{directory}/store", has_parent=True)
+    return Ranks(*places, "mp.spawn", f"file://{path}", has_parent=True)
 
 
-def wait_for_ranks(context, directory):
+def wait_for_ranks(context, path):
     """Wait for the ranks of `mp.spawn(…, join=False)`. Where one fails, tell of it, end all, and exit with its status.
 
-    mp.spawn takes any exit with status 0 for success; here a rank must have reported that it finished.
+    mp.spawn takes any exit with status 0 for success; here a rank must have let it know that it finished.
     """
     hold_signals(False)
-    processes = context.processes
-    # Opened before the ranks end, the last of which would remove it.
-    everyone = Ranks(world_size=len(processes), local_world_size=len(processes))
-    watch = faults.Watch(dist.FileStore(f"{directory}/store", -1), everyone)
-
-    def running():
-        return {rank: process for rank, process in enumerate(processes) if process.exitcode is None}
-
-    def failed():
-        """{rank: exit code}; Python writes a signal's number as a negative one."""
-        codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
-        return {rank: code for rank, code in codes.items() if code or not Path(directory, f"finished.{rank}").exists()}
-
-    while (alive := running()) and not failed():
-        connection.wait([process.sentinel for process in alive.values()])
-    if not failed():
-        return
-    # The ranks judge and tell. How one of them ended, this process alone can say.
-    codes, end = {}, time.monotonic() + 2 * faults.PATIENCE
-    while True:
-        for rank, code in failed().items():
-            ours = code == -9 and watch.has_killed()  # SIGKILL, which Windows lacks: it was stuck
-            if rank not in codes and not ours:
-                codes[rank] = code
-                told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
-                if code not in told and rank not in watch.reports():
-                    watch.report("gone", _how(code), gone=rank)
-        left = running()
-        if all(watch.state(rank) == "stopped" for rank in left) or time.monotonic() > end:
+    running, count, store = dict(enumerate(context.processes)), len(context.processes), dist.FileStore(path, -1)
+    watch = Watch(store, Ranks(world_size=count, local_world_size=count))
+    codes, end = {}, math.inf  # {rank: exit code} of those that failed
+    while running and time.monotonic() < end:
+        connection.wait([child.sentinel for child in running.values()], None if end == math.inf else 0.1)
+        for rank, child in list(running.items()):
+            if (code := child.exitcode) is None:
+                continue
+            del running[rank]
+            if code == 0 and store.check([f"finished {rank}"]):
+                continue
+            end = min(end, time.monotonic() + 2 * PATIENCE)  # for the ranks that live: they judge and tell
+            if code == -9 and watch.has_killed():  # SIGKILL, which Windows lacks: it was stuck, and is not to blame
+                continue
+            codes[rank] = code
+            told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
+            if code not in told and rank not in watch.reports():  # how it ended, this process alone can say
+                watch.report("gone", how_ended(code), gone=rank)
+        if end < math.inf and all(watch.state(rank) == "stopped" for rank in running):
             break
-        connection.wait([process.sentinel for process in left.values()], 0.1)
+    if end == math.inf:
+        return
     reports = watch.reports()
-    blamed, line = faults.judge(watch, reports, {rank: watch.state(rank) for rank in left if reports})
-    faults.show_and_kill([process.pid for process in left.values()])
+    blamed, line = judge(watch, reports, {rank: watch.state(rank) for rank in running if reports})
+    show_and_kill([child.pid for child in running.values()])
     if line and watch.first():  # no rank was left to tell
         write_error(line)
     code = codes.get(blamed, next(iter(codes.values()), 1)) or 1
     sys.exit(code if code > 0 else 128 - code)
 
 
-def _how(code):
+def how_ended(code):
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"

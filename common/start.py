@@ -1,12 +1,14 @@
-"""What each process does before it meets others: whether a launcher started it, what it sets, how it tells an error."""
+"""What each process sets at its start."""
 
-import json
+import contextlib
+import ctypes
 import os
+import signal
 import sys
-import time
+import threading
 from pathlib import Path
 
-from common.errors import UserError, process, tell_alone, write_error
+from common.errors import UserError, launcher, stop_signals
 
 import torch
 import torch.multiprocessing as mp
@@ -32,21 +34,6 @@ def prepare(args, device, ranks=None):
     torch.manual_seed(args.seed)
 
 
-def launcher():
-    """The name of what started this process, or None; a user's own RANK counts as torchrun's."""
-    if "RANK" in os.environ:
-        return "torchrun"
-    # A single task is as good as none: most often an interactive shell, where any script may be started. A batch
-    # script has a rank too, but no step and so no number of tasks in it.
-    for name, rank, size in [
-        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ]:
-        if rank in os.environ and os.environ.get(size, "1") != "1":
-            return name
-    return None
-
-
 def refuse_launcher():
     """Raise `UserError` where a launcher started a script that starts its own processes or needs just one."""
     if name := launcher():
@@ -54,28 +41,31 @@ def refuse_launcher():
         raise UserError(f"{script} was started by {name}: start it by `python {script}`, or take ddp_torchrun.py")
 
 
-def tell_before_meeting(error):
-    """Tell of the exception that ends a process, once on each machine. Returns the exit status."""
-    if not hasattr(error, "exit_status"):
-        return tell_alone(error)
-    told = filter(None, map(os.environ.get, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")))
-    first = next(told, "0") == "0" or not launcher()
-    waited_for = launcher() == "srun" or mp.parent_process() is not None  # these let each process speak
-    if not first and (launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ):
-        # These end all as soon as one has ended, and the first process of this machine shall tell the error before.
-        # Where none ends this one meanwhile, the error is its own.
-        time.sleep(10)
-    if first or not waited_for:
-        write_error(str(error))
-    leave_for_torchrun(str(error))
-    return error.exit_status
+def die_with_parent():
+    """End this process when its parent is gone: at once on Linux, elsewhere where Python knows the parent."""
+    parent = mp.parent_process()
+    if sys.platform == "linux" and (parent is None or parent.pid == os.getppid()):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if parent and not parent.is_alive():
+            os._exit(1)  # it was gone already
+    elif parent:  # also a loader worker that a fork server started, as Python 3.14 has it
+
+        def follow():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
 
 
-process.tell = tell_before_meeting
-
-
-def leave_for_torchrun(line, later=0):
-    """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+@contextlib.contextmanager
+def signals_held():
+    """Hold the signals that stop a run while processes are forked: Python drops what a handler raises then."""
+    held, main = [], threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, lambda *got: held.append(got[0])) for number in stop_signals() if main}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)

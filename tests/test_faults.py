@@ -148,12 +148,12 @@ def test_validation_on_rank_0_alone(kit, command):
 
 def test_line_stays_short_however_many_ranks_there_are():
     sys.path.insert(0, str(ROOT))
-    from common import faults
     from common.place import Ranks
+    from common.watch import Watch
 
     store = torch.distributed.HashStore()
     for rank in range(1024):
-        watch = faults.Watch(store, Ranks(rank, 1024, rank % 16, 16, "torchrun"))
+        watch = Watch(store, Ranks(rank, 1024, rank % 16, 16, "torchrun"))
         watch.host = f"h{rank // 16}"
         watch.announce()
     line = watch.names(range(1024))

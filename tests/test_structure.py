@@ -12,6 +12,8 @@ ORDER += [
     "spawn",
     "group",
     "faults",
+    "watch",
+    "judge",
     "meeting",
     "network",
     "place",
