@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 
-from common import job, ranks, snapshot
+from common import job, ranks, snapshot, states
 from common.data import ResumableSampler, check_set, iterate, move, test_loader
 from common.errors import RunError, Stopped, UserError, describe, process, stop_signals
 from common.waiting import few
@@ -79,7 +79,7 @@ class Run:
         self.args, self.loader, self.wrapped, self.model = args, loader, wrapped, model
         self.named, self.sampler = {"model": model, **named}, loader.sampler
         for name, one in self.named.items():
-            if name == "run" or not snapshot.has_state(one):
+            if name == "run" or not states.has_state(one):
                 raise UserError(
                     f"Run(…, {name}=…) is a {type(one).__name__}: what is named needs state_dict and load_state_dict, "
                     "or is a dict or a torch.Generator; and no name is run"
@@ -103,7 +103,7 @@ class Run:
         self.gradients_checked = self.names_checked = False
         self.doing, process.where = "the start", self._where
         # The weights came from the common seed; what is random from here on differs from rank to rank.
-        snapshot.seed(args.seed)
+        states.seed(args.seed)
         self.snapshots = self.stop = None
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
@@ -468,7 +468,7 @@ class Run:
         scores = [f"{self.evaluated} {key} {value:.4g}" for key, value in self.scores.items()]
         device, memory = torch.get_device_module(self.device), ""
         if self.device.type != "cpu" and hasattr(device, "max_memory_allocated"):
-            peaks = [device.max_memory_allocated(one) / 2**20 for one in snapshot.devices(self.wrapped)]
+            peaks = [device.max_memory_allocated(one) / 2**20 for one in states.devices(self.wrapped)]
             peaks = ranks.gather(peaks, self.device).flatten().tolist()
             memory = f", peak memory per device {min(peaks):.0f} to {max(peaks):.0f} MiB"
         ranks.say(f"done: {', '.join([steps, *self._training(), *scores])}, {speed:.0f} samples/s{memory}")

@@ -221,11 +221,7 @@ def test_what_is_not_named_is_refused(kit, command, name):
 @pytest.mark.parametrize(
     "value, where",
     [
-        pytest.param(
-            "{'x': numpy.float32(1)}",
-            "torch does not load best with weights_only=True, it holds code, numpy",
-            marks=pytest.mark.versions,
-        ),
+        pytest.param("{'x': numpy.float32(1)}", "it holds code, numpy", marks=pytest.mark.versions),
         pytest.param(
             "{'x': [1, pathlib.Path('a')]}",
             "it holds code, pathlib.PosixPath",
@@ -246,7 +242,7 @@ def test_what_could_not_be_read_again_is_refused(kit, value, where):
     kit.edit("ddp_torchrun.py", RUN, f"    best = {{}}\n{RUN}")
     kit.edit("ddp_torchrun.py", EVALUATE, f"{EVALUATE}        best.update({value})\n")
     line = refused(kit, ALONE, *SNAPSHOT)
-    assert where in line and "was not written" in line and "weights_only=True" in line, line
+    assert where in line and "was not written" in line and "only plain numbers" in line, line
     saved = torch.load(kit.path / "run.pt", weights_only=True)["run"]["position"]
     assert saved["step_count"] == 14, "the snapshot before is untouched"
 

@@ -228,7 +228,7 @@ def test_elastic_restarts(kit, restarts):
 
 
 def test_ranks_with_disks_of_their_own(kit):
-    """The newest snapshot that any rank finds is the one."""
+    """The newest snapshot that any rank finds is the one. A bad one on one disk ends all ranks."""
     options = ("--precision", "fp64", "--epochs", "2")
     undisturbed = digest(kit, *RANKS, *options)
     for rank, steps in enumerate(("3", "17")):
@@ -249,6 +249,11 @@ def test_ranks_with_disks_of_their_own(kit):
         assert [result.status for result in results] == [0, 0], results
         assert "after step 3/14 of epoch 2, 17 in all" in results[0].out or disks[0] == "disk2"
         assert kit.metrics(f"{disks[0]}/metrics.jsonl", "end")[-1]["weights_sha256"] == undisturbed
+    (kit.path / "disk1" / "run.pt").write_text("hello")
+    results = [run.result() for run in list(start(["disk0", "disk1"]))]
+    assert all(result.status for result in results), results
+    (line,) = [line for result in results for line in result.errors]
+    assert "--snapshot run.pt is no whole snapshot of this kit (File is not a zip file)" in line
 
 
 # ---------------------------------------------------------------------------------------------- SIGTERM, Ctrl-C
@@ -363,16 +368,18 @@ def flip(path):
     path.write_bytes(content)
 
 
-MOVE = "move it away to start anew"
-GO_BACK = f"{MOVE}, or `mv run.pt.prev run.pt` to go on from the one before it"
+GO_BACK = "`mv run.pt.prev run.pt` to go on from the one before it, if any, or give another path to start anew"
 BAD = {
-    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:30_000]), "cannot be read: File is not a zip file"),
-    "empty": (lambda path: path.write_bytes(b""), "cannot be read: File is not a zip file"),
-    "text": (lambda path: path.write_text("hello"), "cannot be read: File is not a zip file"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:30_000]), "(File is not a zip file)"),
+    "empty": (lambda path: path.write_bytes(b""), "(File is not a zip file)"),
+    "text": (lambda path: path.write_text("hello"), "(File is not a zip file)"),
     "flipped": (flip, "in it is damaged"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps(Code())), "cannot be read: File is not a zip file"),
-    "code": (lambda path: torch.save({"model": Code()}, path), "it holds code, posix.system, which is not run"),
-    "foreign": (lambda path: torch.save({"net.weight": torch.ones(2)}, path), "it is no snapshot of this kit"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(Code())), "(File is not a zip file)"),
+    "code": (
+        lambda path: torch.save({"model": Code()}, path),
+        "it holds code, posix.system, but only plain numbers, strings",
+    ),
+    "foreign": (lambda path: torch.save({"net.weight": torch.ones(2)}, path), "('run')"),
 }
 
 
@@ -404,7 +411,7 @@ def test_bad_snapshots(saved):
         (saved.path / "run.pt").write_bytes(content)
         spoil(saved.path / "run.pt")
         line = refused(saved, *PARALLEL, *SNAPSHOT)
-        assert words in line and line.endswith(GO_BACK), (name, line)
+        assert "is no whole snapshot of this kit" in line and words in line and line.endswith(GO_BACK), (name, line)
     (saved.path / "run.pt.prev").replace(saved.path / "run.pt")
     result = saved.run(*PARALLEL, *SNAPSHOT, "--steps", "15")
     assert "goes on from run.pt after step 14/14 of epoch 1, 14 in all" in result.out
@@ -420,7 +427,7 @@ def test_no_regular_file(kit, kind):
         os.mkfifo(path)
     elif kind == "directory":
         path.mkdir()
-    words = "is missing but run.pt.prev is there" if kind == "missing" else "is a directory, a link or a device"
+    words = f"(No such file or directory): {GO_BACK}" if kind == "missing" else "is a directory, a link or a device"
     assert words in refused(kit, *PARALLEL, *SNAPSHOT)
 
 
@@ -431,7 +438,7 @@ def test_snapshot_of_another_run(saved):
         (("--lr", "0.1"), "is of a run with --lr 0.2, this run has 0.1"),
         (
             ("--precision", "fp64"),
-            "is of another model: net1.weight is [64, 64] float32 there, [64, 64] float64 in this run",
+            "is of a run with model's net1.weight [64, 64] torch.float32, this run has [64, 64] torch.float64",
         ),
     ]:
         line = refused(saved, *PARALLEL, *SNAPSHOT, *options)
@@ -440,9 +447,8 @@ def test_snapshot_of_another_run(saved):
 
 def test_snapshot_of_another_job(saved):
     saved.edit("common/job.py", "self.relu = nn.ReLU()", "self.relu = nn.PReLU()")
-    assert "is of another model: relu.weight is absent there, [1] float32 in this run" in refused(
-        saved, *PARALLEL, *SNAPSHOT
-    )
+    words = "is of a run with model's relu.weight absent, this run has [1] torch.float32"
+    assert words in refused(saved, *PARALLEL, *SNAPSHOT)
     saved.edit("common/job.py", "round(len(samples) / 5)", "round(len(samples) / 4)")
     assert "is of a run with size of the train set 1438, this run has 13" in refused(saved, *PARALLEL, *SNAPSHOT)
 

@@ -8,6 +8,7 @@ from harness import ROOT
 # A module may import those that stand after it. The first six are what a user may want to read.
 ORDER = ["check", "run", "job", "snapshot", "data", "options"]
 ORDER += [
+    "states",
     "spawn",
     "group",
     "faults",
@@ -25,7 +26,7 @@ ORDER += [
     "waiting",
 ]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
-LINES = {"run": 590, "snapshot": 430, "faults": 360}
+LINES = {"run": 590, "faults": 360}
 IN_ALL, SCRIPT, SHELL, NAMES = 3651, 100, 46, 14
 
 
