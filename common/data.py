@@ -63,14 +63,11 @@ class ResumableSampler(Sampler):
         return (self.steps - self.step) * self.batch // self.world_size
 
     def __iter__(self):
-        # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share.
-        dtype = torch.int32 if self.size < 2**31 else torch.int64
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.size, generator=generator, dtype=dtype)
-        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size].clone()
-        start = self.epoch * self.size if self.by_epoch else 0
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size]
+        order = order + (self.epoch * self.size if self.by_epoch else 0)  # a copy: this rank keeps its share alone
         for chunk in order.split(2**14):  # so many are Python numbers at a time
-            yield from (chunk.long() + start).tolist() if start else chunk.tolist()
+            yield from chunk.tolist()
 
 
 class RandomBySample(Dataset):

@@ -1,9 +1,6 @@
 """The command line: the same names in every script."""
 
 import argparse
-import os
-import shutil
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -25,8 +22,9 @@ class Options(argparse.ArgumentParser):
     """
 
     def __init__(self, description, *, ddp=False, nprocs=False, launched=False):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
         add, whole = self.add_argument, number(int, 1)
         add("--epochs", type=whole, default=20, metavar="N", help="default 20")
         add("--batch-size", type=whole, default=96, metavar="N", help="global: what one step sees; default 96")
@@ -73,9 +71,6 @@ class Options(argparse.ArgumentParser):
                 torch.autocast(options.device, options.dtype, enabled=options.dtype is not None)
         except (RuntimeError, Warning) as error:
             raise UserError(f"--precision {options.precision} on {options.device}: {describe(error)}") from None
-        compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
-        if options.compile and options.device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
-            raise UserError(f"--compile needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
         return options
 
     def error(self, message):

@@ -59,14 +59,15 @@ class Run:
         self.step_due, self.broken, self.samples, self.seconds = False, False, 0, 0.0
         self.losses, self.rates, self.share, self.bad = [], [], 0.0, None  # see `_look_at_losses`
         self.loss, self.scores, self.words, self.test_loaders = math.nan, {}, [], {}
-        self.doing, process.where = "the start", self._where
+        self.doing, process.where = "the start", lambda: self.doing or self._at(1)  # "" in the loop over micro-batches
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         snapshot.seed(args.seed)
         self.saved, self.signal = None, []  # the newest snapshot's position, the signal that stops this run
         self.snapshots = SimpleNamespace(failed=lambda: False, finish=lambda: None)
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
-            self._resume(self.snapshots.resume())
+            if position := self.snapshots.resume():
+                self._resume(position)
             self.signal = listen()
         if ranks.world_size() > 2:
             arrange_gradients(wrapped)
@@ -75,25 +76,19 @@ class Run:
         ranks.from_rank(0, self.output.open)  # last, since it writes
 
     def _resume(self, position):
-        if not position:
-            return
         vars(self).update({name: position.get(name, value) for name, value in POSITION.items()})
-        self.saved, at = self._position(), f"{self.args.snapshot} after {self._at()}"
-        if self._left() or self._epochs_left():
-            ranks.say(f"goes on from {at}")
-        else:
-            ranks.say(f"nothing left to train in {at}: to go on, raise --epochs{' or --steps' * bool(self.args.steps)}")
+        self.saved, more = self._position(), self._left() or self._epochs_left()
+        start, end = (
+            ("goes on from", "") if more else ("nothing left to train in", ": to go on, raise --epochs or --steps")
+        )
+        ranks.say(f"{start} {self.args.snapshot} after {self._at()}, {self.step_count} in all{end}")
 
     def _position(self):
         return {name: getattr(self, name) for name in POSITION}
 
-    def _at(self):
-        return f"step {self.step}/{self.sampler.steps} of epoch {self.epoch + 1}, {self.step_count} in all"
-
-    def _where(self):
-        if self.doing != "training":
-            return self.doing
-        return f"step {min(self.step + 1, self.sampler.steps)}/{self.sampler.steps} of epoch {self.epoch + 1}"
+    def _at(self, more=0):
+        steps = self.sampler.steps
+        return f"step {min(self.step + more, steps)}/{steps} of epoch {self.epoch + 1}"
 
     def _left(self):
         """How many steps are left in this epoch."""
@@ -130,7 +125,7 @@ class Run:
         # The ranks add their gradients up, and communicate with the last micro-batch of a step alone.
         local = getattr(self.wrapped, "no_sync", contextlib.nullcontext)
         communicate = getattr(self.wrapped, "set_requires_gradient_sync", None) if accum > 1 else None  # FSDP2's
-        self.doing, self.seconds = "training", self.seconds - time.perf_counter()
+        self.doing, self.seconds = "", self.seconds - time.perf_counter()
         # disable=None: no bar where stderr is no terminal
         with tqdm(total=steps, desc=title, leave=False, disable=None if ranks.rank() == 0 else True) as self.bar:
             batches = iterate(self.loader) if steps else None
@@ -147,7 +142,7 @@ class Run:
                     with contextlib.nullcontext() if self.step_due else local():
                         yield next(batches)
                     if mistake := self._mistake(seen):
-                        raise UserError(f"rank {ranks.rank()} in {self._where()}: {mistake}")
+                        raise UserError(f"rank {ranks.rank()} in {process.where()}: {mistake}")
                     if self.step_due:
                         self._count()
                         self._exchange(self.in_training)
@@ -211,8 +206,8 @@ class Run:
         self.broken, taken = False, self.step_due and not self._mistake(self.args.accum)
         if process.watch and not process.watch.all_leave(f"step {self.step_count + taken}"):
             raise RunError(
-                f"rank {ranks.rank()} left the loop over the batches in {self._where()}, and others did not: break on "
-                "all ranks at the same step, for example by what run.evaluate returns, which is the same on all"
+                f"rank {ranks.rank()} left the loop over the batches in {process.where()}, and others did not: break "
+                "on all ranks at the same step, for example by what run.evaluate returns, which is the same on all"
             )
         if taken:
             self._count()
@@ -254,8 +249,8 @@ class Run:
         where = [rank for rank, bad in enumerate(found) if bad and bad[0] == step]
         names = process.watch.names(where) if process.watch else "this process"
         raise RunError(
-            f"the loss of {names} is {loss} in step {step - self.step_count + self.step}/{self.sampler.steps} of epoch "
-            f"{self.epoch + 1}, {step} in all, at learning rate {rate:g}: lower --lr, or try --clip 1"
+            f"the loss of {names} is {loss} in {self._at(step - self.step_count)}, {step} in all, at learning rate "
+            f"{rate:g}: lower --lr, or try --clip 1"
             + (f"; {self.args.snapshot} is of a step before" if self.saved else "")
         )
 
@@ -277,7 +272,8 @@ class Run:
             self._save()  # raises where a loss is not finite
             self.snapshots.finish()  # raises where one could not be written
             name = signal.Signals(int(found[0])).name
-            ranks.say(f"stopped by {name} after {self._at()}: the same command goes on from {self.args.snapshot}")
+            at = f"{self._at()}, {self.step_count} in all"
+            ranks.say(f"stopped by {name} after {at}: the same command goes on from {self.args.snapshot}")
             process.at_end.close()
             raise Stopped(int(found[0]))
 
@@ -289,7 +285,7 @@ class Run:
         the mode in which each was. Raises `UserError` where the set is empty, or the scores are no sums.
         """
         self._settle()
-        doing, began, in_epoch = self.doing, time.perf_counter(), self.doing == "training"
+        doing, began, in_epoch = self.doing, time.perf_counter(), not self.doing
         self.doing = f"the evaluation after {self._at() if in_epoch else f'epoch {self.epoch + 1}'}"
         if name not in self.test_loaders or self.test_loaders[name].dataset is not data:
             check_set(f"{name} set", data)
@@ -319,11 +315,10 @@ class Run:
         self.scores = {key: value / len(data) for key, value in sums.items()}
         self.words = [f"{name} {key} {value:.4g}" for key, value in self.scores.items()]
         self.doing, step = doing, self.step_count + self.step_due  # that one is counted when the loop goes on
-        if in_epoch:
-            self.seconds -= time.perf_counter() - began
-            ranks.say(f"step {step}: {', '.join(self.words)}")
-        else:
-            ranks.say(f"epoch {self.epoch + 1}/{self.args.epochs}: {', '.join([*self._training(), *self.words])}")
+        self.seconds -= in_epoch * (time.perf_counter() - began)
+        words = self.words if in_epoch else [*self._training(), *self.words]
+        where = f"epoch {self.epoch + 1}/{self.args.epochs}" + f", step {step}" * in_epoch
+        ranks.say(f"{where}: {', '.join(words)}")
         self.output.write("eval", self.scores, epoch=self.epoch + 1, step=step, set=name, total=len(data))
         return self.scores
 
@@ -333,7 +328,7 @@ class Run:
     def log(self, **values):
         """Log what the user measures, numbers or scalar tensors of rank 0, every --log-every steps."""
         step = self.step_count + self.step_due
-        if self.output.wanted and not (self.doing == "training" and step % self.args.log_every):
+        if self.output.wanted and (self.doing or step % self.args.log_every == 0):
             self.output.write("log", values, epoch=self.epoch + 1, step=step)
 
     def _finish(self):
