@@ -84,9 +84,8 @@ def arrange_gradients(model):
     """Let DDP arrange the gradients now, the last parameter's first, and not after its first backward pass.
 
     From that on three ranks and more add them up in another order, so that a run that goes on after a resume, whose
-    first backward is a later one, would differ in the last digits. So each run has one order from its first step on.
-    With `find_unused_parameters=True` DDP keeps its first order. With `static_graph=True` it allows no backward but the
-    model's own: such a run differs in the last digits.
+    first backward is a later one, would differ in the last digits. With `find_unused_parameters=True` DDP keeps its
+    first order. With `static_graph=True` it allows no backward but the model's own: such a run differs.
     """
     some = [one for one in model.modules() if isinstance(one, DDP)]
     for ddp in [one for one in some if not (one.find_unused_parameters or one.static_graph)]:

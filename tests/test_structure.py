@@ -5,8 +5,8 @@ import ast
 import pytest
 from harness import ROOT
 
-# A module may import those that stand after it. The first eight are what a user may want to read.
-ORDER = ["check", "run", "agree", "log", "job", "snapshot", "data", "options"]
+# A module may import those that stand after it. The first nine are what a user may want to read.
+ORDER = ["check", "run", "loop", "agree", "log", "job", "snapshot", "data", "options"]
 ORDER += [
     "spawn",
     "group",
