@@ -21,8 +21,8 @@ def check_sets(train_set, test_set):
 def check_set(name, data):
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
-            f"the {name} is a {type(data).__name__}, which has no samples to choose from: give a dataset with __len__ "
-            "and __getitem__, so that each rank gets its share and a run can go on in the midst of it"
+            f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give a "
+            "dataset with __len__ and __getitem__"
         )
     ranks.check_same(f"the size of the {name}", len(data))
     if not len(data):

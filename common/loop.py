@@ -29,7 +29,7 @@ class Loop:
         for optimizer in self.optimizers:  # the hook does not refer to the run: it, and loader workers, end in order
             optimizer.register_step_post_hook(lambda *_: (check(), stepped.append(1)))
         self.step_due, self.broken, self.samples, self.seconds = False, False, 0, 0.0  # since the start of this process
-        self.losses, self.rates = [], []  # this rank's of the micro-batches and of the steps that are new
+        self.scales, self.losses, self.rates = [], [], []  # losses, rates: of the micro-batches and steps that are new
         self.share, self.bad, self.loss = 0.0, None, math.nan  # see `_look_at_losses`; the epoch's mean
 
     def batches(self):
@@ -86,23 +86,20 @@ class Loop:
             return f"run.record(loss) was called {recorded} times for {seen} micro-batches: call it once for each"
         if bool(self.stepped) == self.step_due or not self.optimizers:
             return ""
-        if self.step_due and any(
-            one.get_scale() != scale for one, scale in zip(self.scalers, self.scales, strict=True)
-        ):
+        skipped = (one.get_scale() != scale for one, scale in zip(self.scalers, self.scales, strict=True))
+        if self.step_due and any(skipped):
             return ""
         return (
             f"{'no' if self.step_due else 'an'} optimizer stepped after {seen} of {self.args.accum} micro-batches: "
             "where run.step_due is true, and only there, call scaler.step(optimizer), or optimizer.step(), of one that "
-            "is named in Run"
+            "Run names"
         )
 
     def _count(self):
         """Count a step that was taken."""
-        self.step, self.step_count, self.samples = (
-            self.step + 1,
-            self.step_count + 1,
-            self.samples + self.args.batch_size,
-        )
+        self.step += 1
+        self.step_count += 1
+        self.samples += self.args.batch_size
         self.rates.append(self.lr)
         self._forget()
         self.bar.update()

@@ -61,7 +61,8 @@ class Run(Loop):
         ranks.from_rank(0, self.output.open)  # last, since it writes
 
     def _resume(self, position):
-        vars(self).update({name: position.get(name, value) for name, value in POSITION.items()})
+        # An older state of the kit has written less.
+        vars(self).update({name: value for name, value in position.items() if name in POSITION and value is not None})
         self.saved, more = self._position(), self._left() or self._epochs_left()
         hint = "" if more else ": nothing left to train, but with more --epochs or --steps"
         ranks.say(f"goes on from {self.args.snapshot} after {self._at()}, {self.step_count} in all{hint}")
