@@ -19,38 +19,26 @@ import torch
 from torch import nn
 
 
-class DataParallel(nn.DataParallel):
-    """nn.DataParallel, whose threads autocast to the dtype of the caller; torch's use the default, fp16 for bf16."""
-
-    def parallel_apply(self, replicas, inputs, kwargs):
-        kind = self.src_device_obj.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        for replica in replicas:
-            replica.forward = torch.autocast(kind, dtype, enabled)(replica.forward)
-        return super().parallel_apply(replicas, inputs, kwargs)
+def indices(text):
+    return list(map(int, text.split(",")))
 
 
 def choose_devices(args):
     """(device ids, output device); no ids on a CPU. Raises `UserError` where they are not there."""
-    visible = 0 if args.device == "cpu" else torch.accelerator.device_count()
-    try:
-        ids = list(map(int, args.device_ids.split(","))) if args.device_ids else list(range(visible))
-    except ValueError:
-        raise UserError(f"--device-ids {args.device_ids}: give numbers, as in 0,1") from None
-    output = args.output_device if args.output_device is not None else (ids or [None])[0]
-    if len(set(ids)) < len(ids) or not set(ids) <= set(range(visible)) or output not in (ids or [None]):
+    visible = list(range(0 if args.device == "cpu" else torch.accelerator.device_count()))
+    ids, output = args.device_ids or visible, args.output_device
+    if not set(ids) <= set(visible) or len(set(ids)) < len(ids) or output not in [None, *ids]:
         raise UserError(
-            f"device ids {ids} with output device {output}: give each of the {visible} {args.device} devices that "
-            "torch sees here at most once, and one of them as output device"
+            f"devices {ids}, output {output}: take from {visible}, each once, and one of them for the output"
         )
-    return ids, torch.device(args.device, output)
+    return ids, torch.device(args.device, output if output is not None or not ids else ids[0])
 
 
 @entry
 def main(argv=None):
     # 1. No process group: this process drives all devices.
     parser = Options(__doc__)
-    parser.add_argument("--device-ids", metavar="I,J,…", help="devices to use; default: all")
+    parser.add_argument("--device-ids", type=indices, metavar="I,J,…", help="devices to use; default: all")
     parser.add_argument("--output-device", type=int, metavar="I", help="device of the outputs; default: the first")
     args = parser.parse_args(argv)
     device_ids, device = choose_devices(args)
@@ -66,7 +54,9 @@ def main(argv=None):
         if args.compile:
             raise UserError("--compile: nn.DataParallel copies the model in every step; use DDP, or one GPU")
         print(f"nn.DataParallel over {len(device_ids)} devices, {device_ids}; outputs on {device}")
-        parallel = DataParallel(model, device_ids, device)
+        parallel = nn.DataParallel(model, device_ids, device)
+        if args.dtype:  # by themselves its threads autocast to the default, fp16
+            model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(args.device, args.dtype))
     else:
         print(f"on {device} alone nn.DataParallel is the plain model; DDP is the better choice on any devices")
         parallel = model

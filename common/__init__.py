@@ -2,8 +2,10 @@
 
 import signal
 import sys
+import time
 from pathlib import Path
 
+began = time.time()  # of this process, about: torch takes longer to import than all before
 script = Path(sys.argv[0]).resolve()
 if script.is_file() and script.parent == Path(__file__).resolve().parent.parent:
     # One of the scripts starts, and imports this first. torch takes long, and Ctrl-C would show the stack of an import.

@@ -11,25 +11,25 @@ from common.start import die_with_parent, signals_held
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 def check_sets(train_set, test_set):
     """Return both. Raises `UserError` where one is empty, has no length, or another one on another machine."""
-    check_set("train set", train_set)
-    check_set("test set", test_set)
-    return train_set, test_set
+    return check_set("train set", train_set), check_set("test set", test_set)
 
 
 def check_set(name, data):
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
-            f"the {name} is a {type(data).__name__}, which has no samples to choose from: give a dataset with __len__ "
-            "and __getitem__, so that each rank gets its share and a run can go on in the midst of it"
+            f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give a "
+            "dataset with __len__ and __getitem__"
         )
     ranks.check_same(f"the size of the {name}", len(data))
     if not len(data):
         raise UserError(f"the {name} is empty: see load_data in common/job.py")
+    return data
 
 
 class ResumableSampler(Sampler):
@@ -43,18 +43,17 @@ class ResumableSampler(Sampler):
     def __init__(self, dataset, args):
         self.size, self.seed, self.batch, self.rank = len(dataset), args.seed, args.batch_size, ranks.rank()
         self.world_size = ranks.world_size()
-        share = self.world_size * args.accum
-        if args.batch_size % share:
-            below, above = args.batch_size // share * share, -(-args.batch_size // share) * share
+        self.micro_batch, rest = divmod(self.batch, self.world_size * args.accum)  # samples per process at a time
+        if rest:
+            nearest = [self.batch - rest, self.batch - rest + self.world_size * args.accum]
             raise UserError(
-                f"--batch-size {args.batch_size} does not divide into {self.world_size} processes × {args.accum} "
-                f"micro-batches: the nearest that does is {f'{below} or {above}' if below else above}"
+                f"--batch-size {self.batch} does not divide into {self.world_size} processes × {args.accum} "
+                f"micro-batches: the nearest that does is {' or '.join(str(size) for size in nearest if size)}"
             )
-        if self.size < args.batch_size:
-            raise UserError(f"--batch-size {args.batch_size} is more than the {self.size} samples of the train set")
+        if self.size < self.batch:
+            raise UserError(f"--batch-size {self.batch} is more than the {self.size} samples of the train set")
         self.by_epoch = isinstance(dataset, RandomBySample)
-        self.micro_batch = args.batch_size // share  # samples per process at a time
-        self.steps = self.size // args.batch_size  # per epoch
+        self.steps = self.size // self.batch  # per epoch
         self.total_steps = min(args.steps or math.inf, args.epochs * self.steps)  # of the run
         self.set_epoch(0)
 
@@ -66,34 +65,11 @@ class ResumableSampler(Sampler):
         return (self.steps - self.step) * self.batch // self.world_size
 
     def __iter__(self):
-        # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share.
-        dtype = torch.int32 if self.size < 2**31 else torch.int64
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.size, generator=generator, dtype=dtype)
-        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size].clone()
-        start = self.epoch * self.size if self.by_epoch else 0
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size]
+        order = order + (self.epoch * self.size if self.by_epoch else 0)  # a copy: this rank keeps its share alone
         for chunk in order.split(2**14):  # so many are Python numbers at a time
-            yield from (chunk.long() + start).tolist() if start else chunk.tolist()
-
-
-class Shares(Sampler):
-    """Batches of indices by which the ranks see each of `size` samples once, as many batches on every rank.
-
-    Collectives in forward, as FSDP has them, need all ranks in each batch. `counts` says how many samples of each batch
-    count: 0 where there are fewer samples left than ranks, and sample 0 is seen for company.
-    """
-
-    def __init__(self, size, batch):
-        rank, step = ranks.rank(), batch * ranks.world_size()
-        ends = (min(start + step, size) for start in range(0, size, step))
-        self.shares = [range(number * step + rank, end, ranks.world_size()) for number, end in enumerate(ends)]
-        self.counts = [len(share) for share in self.shares]
-
-    def __len__(self):
-        return len(self.shares)
-
-    def __iter__(self):
-        return (list(share) or [0] for share in self.shares)
+            yield from chunk.tolist()
 
 
 class RandomBySample(Dataset):
@@ -129,7 +105,11 @@ class RandomBySample(Dataset):
 
 def train_loader(dataset, args, device, collate=None):
     """A DataLoader of this rank's micro-batches. Raises `UserError` like `ResumableSampler`."""
-    if any(isinstance(one, RandomBySample) for one in inside(dataset)):
+    inside = [dataset]
+    for one in inside:  # what wrappers such as Subset and ConcatDataset hold, and those in them
+        held = [getattr(one, "dataset", None), *getattr(one, "datasets", [])]
+        inside += [dataset for dataset in held if dataset is not None]
+    if any(isinstance(one, RandomBySample) for one in inside[1:]):
         raise UserError(f"RandomBySample lies inside a {type(dataset).__name__}: make it the outermost wrapper")
     if isinstance(dataset, RandomBySample):
         dataset.seed = args.seed
@@ -137,17 +117,15 @@ def train_loader(dataset, args, device, collate=None):
     return DataLoader(dataset, sampler.micro_batch, sampler=sampler, **loader_options(args, device, collate))
 
 
-def inside(dataset):
-    """The datasets that a wrapper such as `Subset` or `ConcatDataset` holds, and those in them."""
-    for one in [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", [])]:
-        if one is not None:
-            yield one
-            yield from inside(one)
-
-
 def test_loader(dataset, args, device, collate=None):
-    """A DataLoader over each sample once in all, in batches of the size of the micro-batches."""
-    shares = Shares(len(dataset), args.batch_size // (ranks.world_size() * args.accum))
+    """A DataLoader by which the ranks see each sample once, in as many batches on every rank.
+
+    Collectives in forward, as FSDP has them, need all ranks in each batch: a rank for which no sample is left sees
+    sample 0 for company. It does not count, and it can be told: no share of a rank's own begins below the rank.
+    """
+    rank, step = ranks.rank(), args.batch_size // args.accum
+    ends = [(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
+    shares = [range(start + rank, end, ranks.world_size()) or range(1) for start, end in ends]
     return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device, collate))
 
 
@@ -178,10 +156,7 @@ def iterate(loader):
 
 
 def move(value, device):
-    """A tensor, or any nesting of dicts, tuples and lists with tensors in it, on a device."""
-    if isinstance(value, dict):
-        return {key: move(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [move(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+    """Tensors, and what else has a `to`, in any nesting of dicts, tuples and lists, on a device."""
+    if isinstance(value, torch.Tensor):  # the way through the nesting takes long
+        return value.to(device, non_blocking=True)
+    return tree_map(lambda item: item.to(device, non_blocking=True) if hasattr(item, "to") else item, value)

@@ -17,7 +17,7 @@ from common.waiting import is_loopback, label
 import torch
 
 # What may differ from process to process.
-OWN_ARGUMENTS = ("local_rank", "threads", "init_method")
+OWN_ARGUMENTS = ("began", "local_rank", "threads", "init_method")
 OWN_PATHS = ("snapshot", "metrics", "tensorboard")
 SIZES = (1, 1000, 4000, 16000, 64000)  # bytes; a packet has up to 1,500, or up to 9,000 where jumbo frames are on
 

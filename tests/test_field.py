@@ -89,7 +89,7 @@ def test_snapshot_that_is_a_foreign_zip_file(kit):
 def test_snapshot_path_that_is_not_utf_8(kit):
     run = kit.start(*forked("dp_train.py"), "--snapshot", os.fsdecode(b"run\xff.pt"), *EPOCH)
     result = run.result()
-    assert result.status == 2 and "torch reads no path that is not UTF-8" in result.errors[0], result
+    assert result.status == 2 and "argument --snapshot: invalid utf_8_path value" in result.errors[0], result
     assert not list(kit.path.glob("run*"))
 
 

@@ -10,31 +10,33 @@ SCRIPTS = ("dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp
 
 # what is typed after the script: what the line says
 IN_EVERY_SCRIPT = {
-    "--epochs 0": "argument --epochs: '0' is not a whole number of at least 1",
+    "--epochs 0": "argument --epochs: 0 is not from 1 to 4294967296",
     "--batch-size -96": "argument --batch-size: ",
-    "--lr nan": "argument --lr: 'nan' is not a number above 0",
+    "--lr nan": "argument --lr: nan is not from 1e-12 to ",
     "--precision fp8": "argument --precision: invalid choice: 'fp8'",
     "--device tpu": "--device tpu: this torch finds cpu here",
     "--accum 7": "--batch-size 96 does not divide into",
     "--batch-size 1440": "--batch-size 1440 is more than the 1438 samples",
-    "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: No such file or directory",
-    "--metrics data": "--metrics data: Is a directory",
+    "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: FileNotFoundError: ",
+    "--metrics data": "--metrics data: IsADirectoryError: ",
     "--metrics README.md": "--metrics README.md: there is a file of another kind, which",
     "--metrics x --snapshot ./x": "give each its own path",
     "--metrics x.prev --snapshot x": "give each its own path",
     "--snapshot data": "--snapshot data is a directory, a link or a device: give the path of a file",
     "--snapshot README.md/x": "--snapshot README.md/x: cannot write there: Not a directory",
-    "--tensorboard README.md": "README.md: FileExistsError: " if find_spec("tensorboard") else "needs the package",
-    "--timeout 0.5": "argument --timeout: '0.5' is not a number from 1 to 1e+06",
-    "--threads 9999": "argument --threads: '9999' is not a whole number of at least 1 and at most 1024",
-    "--seed 1e3": "argument --seed: ",
+    "--tensorboard README.md": "README.md: FileExistsError: "
+    if find_spec("tensorboard")
+    else "--tensorboard README.md: ",
+    "--timeout 0.5": "argument --timeout: 0.5 is not from 1 to 1000000.0",
+    "--threads 9999": "argument --threads: 9999 is not from 1 to 1024",
+    "--seed 1e3": "argument --seed: invalid int value: '1e3'",
     "--epochs 99999999999999999999": "argument --epochs: ",
     "--no-such-option": "unrecognized arguments: --no-such-option",
 }
 IN_ONE = {
-    "dp_train.py --device-ids 0,1": "give each of the 0 cpu devices",
-    "dp_train.py --device-ids one": "--device-ids one: give numbers, as in 0,1",
-    "dp_train.py --output-device 1": "output device 1",
+    "dp_train.py --device-ids 0,1": "devices [0, 1], output None: take from [], each once",
+    "dp_train.py --device-ids one": "argument --device-ids: invalid indices value: 'one'",
+    "dp_train.py --output-device 1": "devices [], output 1: take from []",
     "ddp_spawn.py --nprocs 5": "does not divide into 5 processes × 1 micro-batches: the nearest that does is 95 or 100",
     "ddp_spawn.py --nprocs 4 --batch-size 3": "the nearest that does is 4",
     "ddp_spawn.py --backend mpi": "--backend mpi: this torch has gloo",
@@ -63,11 +65,6 @@ def test_mistake_that_each_script_tells(kit, script):
     for options, words in IN_EVERY_SCRIPT.items():
         check(kit, forked(script, *options.split()), words)
     assert files(kit.path) == before
-
-
-def test_compile_without_a_compiler(kit):
-    for script in SCRIPTS:
-        check(kit, forked(script, "--compile"), "error: --compile needs a C++ compiler", {"PATH": "/nowhere"})
 
 
 @pytest.mark.parametrize(

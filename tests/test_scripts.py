@@ -56,7 +56,9 @@ def test_bare_command_trains(kit, command):
     words = f"loss {mean:.4f}, lr 0.2, test accuracy {end['accuracy']:.4g}, test loss {end['test_loss']:.4g}"
     assert epochs[-1] == f"epoch 20/20: {words}"
     summary = result.out.splitlines()[-1]
-    assert re.fullmatch(f"done: 20 epochs, 280 steps, {re.escape(words)}, [1-9]\\d* samples/s", summary), summary
+    assert re.fullmatch(
+        f"done: 20 epochs, 280 steps, {re.escape(words)}, [1-9]\\d* samples/s, \\d+\\.\\d s in all", summary
+    ), summary
     assert "\r" not in result.out + result.err, "a progress bar went into a pipe"
 
 
@@ -173,7 +175,7 @@ def test_without_tensorboard(kit):
     (kit.path / "tensorboard.py").write_text("raise ImportError('not installed')")
     result = kit.run(*forked("ddp_spawn.py", "--tensorboard", "board"))
     assert result.status == 2
-    assert result.errors == ["error: --tensorboard needs the package: pip install tensorboard"]
+    assert result.errors == ["error: --tensorboard board: ImportError: not installed"]
 
 
 @pytest.mark.parametrize(

@@ -566,7 +566,8 @@ def test_finished_run(saved):
     result = saved.run(*PARALLEL, *options)
     assert result.status == 0
     assert (
-        "nothing left to train in run.pt after step 14/14 of epoch 2, 28 in all: to go on, raise --epochs" in result.out
+        "goes on from run.pt after step 14/14 of epoch 2, 28 in all: nothing left to train, but with more --epochs"
+        in result.out
     )
     assert (saved.path / "run.pt").read_bytes() == content
     again = saved.metrics()

@@ -5,8 +5,8 @@ import ast
 import pytest
 from harness import ROOT
 
-# A module may import those that stand after it. The first six are what a user may want to read.
-ORDER = ["check", "run", "job", "snapshot", "data", "options"]
+# A module may import those that stand after it. The first nine are what a user may want to read.
+ORDER = ["check", "run", "loop", "agree", "log", "job", "snapshot", "data", "options"]
 ORDER += [
     "states",
     "spawn",
@@ -26,8 +26,8 @@ ORDER += [
     "waiting",
 ]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
-LINES = {"run": 590, "faults": 360}
-IN_ALL, SCRIPT, SHELL, NAMES = 3651, 100, 46, 14
+LINES = {}
+IN_ALL, SCRIPT, SHELL, NAMES = 3500, 90, 46, 14
 
 
 def tree(path):
