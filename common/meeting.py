@@ -10,7 +10,7 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 from common.errors import RunError, UserError, write_error
-from common.waiting import few, is_literal_loopback, label, listen
+from common.waiting import few, is_literal_loopback, is_loopback, label
 
 import torch.distributed as dist
 
@@ -68,21 +68,7 @@ def connect(host, port, ranks, timeout, serve):
 
     Raises `UserError` where it cannot listen there, `RunError` where nobody serves it within `timeout` seconds.
     """
-    options = {"wait_for_workers": False}
-    if serve and sys.platform != "win32":
-        here = host if ranks.one_machine or is_literal_loopback(host) else ""
-        try:
-            listener = listen(here, port)
-        except OSError as error:
-            raise UserError(
-                f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): end what does, or choose "
-                "another port by --master-port, MASTER_PORT or --init-method"
-            ) from None
-        if here:  # torch's own socket would listen on all addresses
-            options |= dict(master_listen_fd=listener.detach(), use_libuv=False)  # torch 2.6 does not answer with libuv
-        else:
-            listener.close()
-    waiting = Waiting(timeout, ranks)
+    waiting, options = Waiting(timeout, ranks), {}
     while not serve:  # torch would show stacks where nobody listens yet
         try:
             socket.create_connection((host, port), PAUSE).close()
@@ -95,15 +81,24 @@ def connect(host, port, ranks, timeout, serve):
         write_error(f"what listens on {host}, port {port} does not answer as a store does: is the port right?")
         os._exit(1)
 
-    timer = threading.Timer(timeout, give_up)
+    timer = threading.Timer(timeout + 5, give_up)
     timer.daemon = True
     timer.start()
     try:
-        # A server of several tenants serves torchrun's agent too, where that is in this process.
-        return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), multi_tenant=True, **options)
-    except dist.DistError as error:
-        why = str(error).partition("\n")[0]
-        raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {host}, port {port}: {why}") from None
+        here = is_loopback(host) and (ranks.one_machine or is_literal_loopback(host))
+        if serve and here and sys.platform != "win32":
+            # torch's own socket would listen on all addresses; torch 2.6 does not answer on this one with libuv.
+            listener = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+            options = dict(master_listen_fd=listener.detach(), use_libuv=False)
+        # With several tenants it serves torchrun's agent too, where that is in this process.
+        options |= dict(wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
+    except (OSError, dist.DistError) as error:
+        place = f"{host}, port {port} ({str(error).partition(chr(10))[0]})"
+        if serve:
+            hint = "end what does, or choose another port by --master-port, MASTER_PORT or --init-method"
+            raise UserError(f"rank 0 cannot listen on {place}: {hint}") from None
+        raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {place}") from None
     finally:
         timer.cancel()
 
@@ -114,10 +109,9 @@ def meet(store, host, ranks, args):
     Returns the address by which the others reach this machine, or None where it is not known. Raises on all ranks
     `RunError` where some do not come, or machines do not reach each other; `UserError` where the machines differ.
     """
-    if ranks.world_size == 1:
-        return "127.0.0.1"
     if ranks.one_machine:
-        exchange(store, "meeting", ranks, {}, args.timeout)
+        if ranks.world_size > 1:
+            exchange(store, "meeting", ranks, {}, args.timeout)
         return "127.0.0.1"
     from common import network  # not needed on one machine
 
@@ -128,18 +122,11 @@ def meet(store, host, ranks, args):
     return address
 
 
-def agree(there):
-    """The judge who knows no more than the errors that ranks found by themselves."""
-    if error := next((mine["error"] for mine in there if mine.get("error")), ""):
-        raise RunError(error)
-    return {}
-
-
-def exchange(store, name, ranks, mine, timeout, judge=agree):
+def exchange(store, name, ranks, mine, timeout, judge=lambda there: {}):
     """Let rank 0 judge what each rank says, the dict `mine`, and return the verdict, a dict, on all ranks.
 
     judge: gives it for the list of what all said, or raises `RunError` or `UserError`, which all ranks raise then. So
-    they do where some rank does not come within `timeout` seconds, or ranks contradict each other.
+    they do where one has an "error" to say, does not come within `timeout` seconds, or contradicts others.
     """
     store = dist.PrefixStore(name, store)
     mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
@@ -197,6 +184,8 @@ def _judge(store, ranks, timeout, judge):
             what = f"{name_ranks(missing, there.values())}; here is {name_ranks(there, there.values())}"
             store.set("waiting", what)
             waiting.tell(what)
+    if error := next((mine["error"] for mine in there.values() if mine.get("error")), ""):
+        raise RunError(error)
     return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": came, "replaced": replaced}
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import importlib.util
 import os
 import shlex
 import signal
@@ -42,12 +41,14 @@ def options(arguments):
     args.command = arguments[end + 1 :]
     if not args.command or args.command[0].startswith("-"):
         args.command.insert(0, "ddp_torchrun.py")
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--snapshot", nargs="?")
+    known.add_argument("--batch-size", nargs="?")
+    known.parse_known_args(args.command[1:], args)
     script = args.command[0]
     if not Path(script).is_file() and not Path(HERE, script).is_file():
         fail(f"there is no script {Path(script).name} here")
     args.command[0] = script if Path(script).is_file() else str(HERE / script)
-    if not importlib.util.find_spec("torch"):
-        fail(f"{sys.executable} has no torch: activate the environment in which it is installed")
     return args
 
 
@@ -62,19 +63,6 @@ def elastic(text):
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, such as 1:2, with MIN from 1 to MAX")
     return text
-
-
-def of_script(args, name, kind):
-    """The value of one of the script's own options, or None."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(name, type=kind, dest="value")
-    try:
-        return parser.parse_known_args(args.command)[0].value
-    except argparse.ArgumentError:  # which the ranks tell
-        return None
-
-
-# --------------------------------------------------------------------------------------------------- processes
 
 
 def wait_for(children, stop, until_all):
@@ -117,9 +105,6 @@ def simulate(args):
     return wait_for(running, lambda: [machine.terminate() for machine in running], until_all=bool(args.elastic))
 
 
-# ------------------------------------------------------------------------------------------------------- SLURM
-
-
 def slurm(args, arguments):
     """Take the place from SLURM's step; in a batch script start the step, this program on each node, and exit."""
     env = os.environ
@@ -141,16 +126,13 @@ def slurm(args, arguments):
     srun = subprocess.Popen([*srun, "--kill-on-bad-exit=0", "bash", str(SCRIPT), *arguments], start_new_session=True)
     # At SIGTERM srun would kill the tasks before they have saved.
     status = wait_for([srun], lambda: subprocess.run(["scancel", "--signal=TERM", job]), until_all=True)
-    if status == 143 and (snapshot := of_script(args, "--snapshot", Path)):
+    if status == 143 and args.snapshot:
         state = ["squeue", "-h", "-j", job, "-o", "%T"]
         if subprocess.run(state, capture_output=True, text=True).stdout.strip() == "RUNNING":  # it is not cancelled
-            how = "goes on from the snapshot" if snapshot.exists() else f"starts anew, there is no {snapshot} yet"
-            print(f"requeued: {how}", flush=True)
+            there = Path(args.snapshot).exists()
+            print("requeued:", "goes on from the snapshot" if there else "starts anew, there is none yet", flush=True)
             subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
-
-
-# ----------------------------------------------------------------------------------------------------- torchrun
 
 
 def is_master_here(args):
@@ -164,18 +146,16 @@ def is_master_here(args):
         fail(f"--master-addr {name}: {error.strerror}; give an address that all machines know")
     if args.simulated:
         return rank == 0
-    if is_literal_loopback(name) and args.nnodes != 1:
+    if (is_literal_loopback(name) and args.nnodes != 1) or (args.elastic and here and loopback):
         fail(
-            f"--master-addr {name} leads each machine to itself: give the address by which others reach node rank 0; "
-            "to try several machines on one, take --simulate"
+            f"--master-addr {name} leads {socket.gethostname()} to itself: give the address by which others reach node "
+            "rank 0; to try several machines on one, take --simulate"
         )
     if rank is not None and (rank == 0) != here and not (rank and loopback):
         fail(
             f"--node-rank {rank} on {socket.gethostname()}, but --master-addr {name} is {'' if here else 'not '}its "
-            "address: it must be that of node rank 0; to try several machines on one, take --simulate"
+            "address: it must be that of node rank 0"
         )
-    if args.elastic and here and loopback:
-        fail(f"--master-addr {name} leads its own machine to loopback: --elastic needs the address itself")
     return here
 
 
@@ -193,11 +173,11 @@ def torchrun(args):
 
     args.master_port = args.master_port or 29500
     args.nproc_per_node = args.nproc_per_node or torch.accelerator.device_count() or 1
-    if args.elastic and (size := of_script(args, "--batch-size", int)):
+    if args.elastic and args.batch_size and args.batch_size.isdecimal():
         low, high = map(int, args.elastic.split(":"))
-        counts = [machines * args.nproc_per_node for machines in range(low, high + 1)]
-        if bad := [count for count in counts if size % count]:  # the run would end once a machine has come or gone
-            fail(f"--batch-size {size} does not divide into {bad[0]} processes, which --elastic {args.elastic} allows")
+        for count in range(low * args.nproc_per_node, high * args.nproc_per_node + 1, args.nproc_per_node):
+            if int(args.batch_size) % count:  # the run would end once a machine has come or gone
+                fail(f"--batch-size {args.batch_size} does not divide into {count} processes: --elastic allows these")
     is_master = is_master_here(args)
     rank = int(not is_master) if args.elastic else args.node_rank
     here = place.Ranks(rank, args.nnodes or 2, node=rank, launcher=meeting.MACHINES)

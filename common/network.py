@@ -51,20 +51,13 @@ def interfaces():
 
 def describe(args, host):
     """What the others are told of this machine: its address towards the host of the store, and what must be alike."""
-    mine = {"address": None, "error": ""}
+    mine = {"address": None}
     with contextlib.suppress(OSError):  # no route, which the store has told, or no master in a file's store
         mine["address"] = address_towards(host or "192.0.2.1")  # anywhere outside
     mine["alike"] = {"torch": torch.__version__} | _digests()
     for name, value in sorted(vars(args).items()):
         if name not in OWN_ARGUMENTS:
             mine["alike"][f"--{name.replace('_', '-')}"] = bool(value) if name in OWN_PATHS else str(value)
-    names = list(dict.fromkeys(interfaces().values()))
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if names and name not in names:
-            mine["error"] = (
-                f"GLOO_SOCKET_IFNAME has {name!r} on {socket.gethostname()}, whose interfaces are "
-                f"{', '.join(names)}: name one of them, or leave it unset"
-            )
     return mine
 
 
@@ -82,10 +75,8 @@ def _digests():
 def judge(there):
     """From what all ranks told: an address that leads off rank 0's machine, or None, and the machines' first ranks.
 
-    Raises `UserError` where a machine has told an error, or machines differ.
+    Raises `UserError` where machines differ.
     """
-    if error := next((mine["error"] for mine in there if mine["error"]), ""):
-        raise UserError(error)
     labels = [label(mine["node"], mine["host"]) for mine in there]
     for name in dict.fromkeys(name for mine in there for name in mine["alike"]):
         if values := differences([mine["alike"].get(name, "absent") for mine in there], labels):
@@ -96,15 +87,26 @@ def judge(there):
 
 
 def connect(store, ranks, address, verdict):
-    """Choose the interface, and try the way to the next machine.
+    """Let gloo and NCCL take the interface of the route to the master, and try the way to the next machine.
 
-    Returns the address by which the others reach this machine, None where it is not known; and in one line what is
-    wrong, or "". Else gloo would fail on one machine, name none, and leave others waiting for `--timeout`.
+    By itself gloo takes the address of the host's name, which many systems let lead to loopback. Where that fails it
+    does so on one machine, names none, and leaves others waiting for `--timeout`. Returns the address by which the
+    others reach this machine, None where it is not known; and in one line what is wrong, or "".
     """
-    address, interface = _set_interface(address, verdict["outside"])
-    if ranks.rank not in verdict["first_ranks"]:
-        return address, ""
-    host, port = socket.gethostname(), None
+    host, there, outside, port = socket.gethostname(), interfaces(), verdict["outside"], None
+    if address and outside and is_loopback(address):  # rank 0's machine, whose own name was given
+        address = address_towards(outside)
+    error, interface = "", os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface and there.get(address) != interface:
+        address = next((address for address, name in there.items() if name == interface), None)
+        if there and not address:
+            names = ", ".join(dict.fromkeys(there.values()))
+            error = f"GLOO_SOCKET_IFNAME has {interface!r} on {host}, whose interfaces are {names}: name one"
+    if not interface and (interface := there.get(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if ranks.local_rank:
+        return address, error
     if not interface:
         sys.stderr.write(f"{host}: cannot tell the interface that leads to the others; see GLOO_SOCKET_IFNAME\n")
     if address:
@@ -114,25 +116,7 @@ def connect(store, ranks, address, verdict):
     store.set(f"at {ranks.rank}", json.dumps([host, address, port]))
     following = [rank for rank in verdict["first_ranks"] if rank > ranks.rank] or verdict["first_ranks"]
     name, *there = json.loads(store.get(f"at {following[0]}"))
-    return address, _try_way(interface, name, *there) if there[0] else ""
-
-
-def _set_interface(address, outside):
-    """Let gloo and NCCL take the interface of the route to the master. Returns (address, interface), None if unknown.
-
-    By itself gloo takes the address of the host's name, which many systems let lead to loopback.
-    """
-    if address and outside and is_loopback(address):  # rank 0's machine, whose own name was given
-        address = address_towards(outside)
-    there = interfaces()
-    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        chosen = chosen.split(",")[0]
-        if there.get(address) != chosen:
-            address = next((address for address, name in there.items() if name == chosen), None)
-    elif chosen := there.get(address):
-        os.environ["GLOO_SOCKET_IFNAME"] = chosen
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
-    return address, chosen
+    return address, error or (_try_way(interface, name, *there) if there[0] else "")
 
 
 def _answer(listener):

@@ -25,12 +25,3 @@ def is_loopback(host):
 def is_literal_loopback(host):
     """Whether a name or address means loopback on every machine, and not where a machine's own name leads to it."""
     return host.startswith(("127.", "::1", "localhost"))
-
-
-def listen(host, port):
-    """A socket that listens: for loopback on that address alone, else on all. Raises `OSError` where it cannot."""
-    if is_loopback(host):
-        return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))

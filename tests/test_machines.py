@@ -92,9 +92,7 @@ def test_agreement(kit, machines, starter):
         ("0 10.0.0.1", "0 10.0.0.1", "--node-rank 0 on h1, but --master-addr 10.0.0.1 is not its address"),
         ("1 10.0.0.1", "0 10.0.0.1", "--node-rank 1 on h0, but --master-addr 10.0.0.1 is its address"),
         ("0 nowhere", "1 nowhere", "--master-addr nowhere: "),
-        pytest.param(
-            "0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be from 0 to 1:", marks=pytest.mark.slow
-        ),
+        pytest.param("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be from 0 to 1:", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_place(kit, machines, first, second, words):
@@ -141,7 +139,8 @@ def test_master_port_taken(kit):
         options = ("--nnodes=2", "--node-rank=0", f"--master-addr={socket.gethostname()}", f"--master-port={port}")
         result = kit.run(SCRIPT, *options, "--nproc-per-node=1", env=ENV, timeout=20)
     assert result.status == 2
-    assert len(result.errors) == 1 and f", port {port} (Address already in use)" in result.errors[0]
+    assert len(result.errors) == 1 and f", port {port} (" in result.errors[0]
+    assert "address already in use" in result.errors[0].lower()
 
 
 @pytest.mark.parametrize(
@@ -157,12 +156,12 @@ def test_master_port_taken(kit):
         (["--nnodes"], "argument --nnodes: expected one argument"),
         (
             ["--elastic=1:3", "--master-addr=localhost", "--nproc-per-node=2", "--", "--batch-size=64"],
-            "--batch-size 64 does not divide into 6 processes, which --elastic 1:3 allows",
+            "--batch-size 64 does not divide into 6 processes: --elastic allows these",
         ),
         (["--nnodes=2", "--", "no.py"], "there is no script no.py"),
         (
             ["--nnodes=2", "--node-rank=1", "--master-addr=localhost"],
-            "--master-addr localhost leads each machine to itself",
+            f"--master-addr localhost leads {socket.gethostname()} to itself",
         ),
     ],
 )
@@ -329,8 +328,8 @@ def test_sbatch_array_from_a_path_with_a_space(kit, slurm):
         ),
         (
             "^docker0",
-            2,
-            "error: GLOO_SOCKET_IFNAME has '^docker0' on h0, whose interfaces are lo, e0: name one of them",
+            1,
+            "error: GLOO_SOCKET_IFNAME has '^docker0' on h0, whose interfaces are lo, e0: name one",
         ),
     ],
 )
