@@ -19,15 +19,15 @@ PAUSE = 5  # seconds between two lines that say what is waited for
 
 
 class Waiting:
-    """Says every few seconds what is waited for, once on each machine; raises `RunError` after `timeout` seconds."""
+    """Says every few seconds what is waited for, once on each machine; raises `RunError` when the time is over."""
 
-    def __init__(self, timeout, ranks):
-        self.timeout, self.speaks, self.start = timeout, ranks.local_rank == 0, time.monotonic()
-        self.told = 1 - PAUSE  # seconds: the first line comes soon
+    def __init__(self, timeout, ranks, grace=0):
+        self.timeout, self.grace, self.speaks = timeout, grace, ranks.local_rank == 0
+        self.start, self.told = time.monotonic(), 1 - PAUSE  # the first line comes soon
 
     def tell(self, what):
         passed = time.monotonic() - self.start
-        if passed > self.timeout:
+        if passed > self.timeout + self.grace:
             raise RunError(f"waited {passed:.0f} s in vain for {what}")
         if self.speaks and passed > self.told + PAUSE:
             self.told = passed
@@ -35,10 +35,7 @@ class Waiting:
 
 
 def open_store(ranks, init_method, timeout):
-    """(the store through which the ranks find each other, the host that serves it or None).
-
-    See `connect` for what it raises.
-    """
+    """(the store of the ranks, the host that serves it or None). See `connect` for what it raises."""
     url = urlsplit(init_method)
     if ranks.launcher is None:
         return dist.HashStore(), None  # alone: no port is needed
@@ -47,16 +44,16 @@ def open_store(ranks, init_method, timeout):
     host, port = url.hostname, url.port
     if url.scheme == "env":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = ranks.serves_store
-    if served and not ranks.one_machine and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    served, restarts = ranks.serves_store, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if served and restarts != "0" and not ranks.one_machine:
         # After a restart the ranks would find in it where those of the attempt before were.
         raise UserError(
             "--max-restarts on several machines: start by ddp_multinode.sh --elastic, or give torchrun "
             "--rdzv-backend=c10d and the environment TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     # A launcher serves its store before it starts a rank: where it does not answer soon, it was killed meanwhile.
-    patience = min(timeout, timedelta(seconds=30)) if served else timeout
-    store = connect(host, port, ranks, patience.total_seconds(), ranks.rank == 0 and not served)
+    patience = min(30, timeout.total_seconds()) if served else timeout.total_seconds()
+    store = connect(host, port, ranks, patience, ranks.rank == 0 and not served)
     store.set_timeout(timeout)
     if served:
         store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -77,16 +74,16 @@ def connect(host, port, ranks, timeout, serve):
             waiting.tell(f"{host}, port {port} ({error.strerror or error})")
             time.sleep(0.2)
 
-    def give_up():  # something listens that neither answers nor ends: torch would wait for ever
+    def give_up():
         write_error(f"what listens on {host}, port {port} does not answer as a store does: is the port right?")
         os._exit(1)
 
-    timer = threading.Timer(timeout + 5, give_up)
+    timer = threading.Timer(timeout + 5, give_up)  # torch would wait for ever
     timer.daemon = True
     timer.start()
     try:
-        here = is_loopback(host) and (ranks.one_machine or is_literal_loopback(host))
-        if serve and here and sys.platform != "win32":
+        loopback = is_loopback(host) and (ranks.one_machine or is_literal_loopback(host))
+        if serve and loopback and sys.platform != "win32":
             # torch's own socket would listen on all addresses; torch 2.6 does not answer on this one with libuv.
             listener = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
             options = dict(master_listen_fd=listener.detach(), use_libuv=False)
@@ -94,11 +91,9 @@ def connect(host, port, ranks, timeout, serve):
         options |= dict(wait_for_workers=False, multi_tenant=True)
         return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
     except (OSError, dist.DistError) as error:
-        place = f"{host}, port {port} ({str(error).partition(chr(10))[0]})"
-        if serve:
-            hint = "end what does, or choose another port by --master-port, MASTER_PORT or --init-method"
-            raise UserError(f"rank 0 cannot listen on {place}: {hint}") from None
-        raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {place}") from None
+        what = "listen on" if serve else "reach rank 0 at"
+        line = f"rank {ranks.rank} cannot {what} {host}, port {port} ({str(error).partition(chr(10))[0]})"
+        raise (UserError(f"{line}: free it or take another one") if serve else RunError(line)) from None
     finally:
         timer.cancel()
 
@@ -129,19 +124,19 @@ def exchange(store, name, ranks, mine, timeout, judge=lambda there: {}):
     they do where one has an "error" to say, does not come within `timeout` seconds, or contradicts others.
     """
     store = dist.PrefixStore(name, store)
-    mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
-    mine |= {"rank": ranks.rank, "local_rank": ranks.local_rank, "world_size": ranks.world_size}
-    mine |= {"place": store.add("arrivals", 1)}
+    for own in ("rank", "local_rank", "node", "world_size", "local_world_size"):
+        mine = mine | {own: getattr(ranks, own)}
+    mine |= {"host": socket.gethostname(), "place": store.add("arrivals", 1)}
     store.set(f"arrival {mine['place']}", json.dumps(mine))
-    waiting = Waiting(timeout + 10, ranks)
     try:
         if ranks.rank == 0:
             try:
                 verdict = _judge(store, ranks, timeout, judge) | {"error": ""}
             except RunError as error:
-                mistake, came = isinstance(error, UserError), store.add("arrivals", 0)
-                verdict = {"error": str(error), "mistake": mistake, "came": came}
+                verdict = {"error": str(error), "mistake": isinstance(error, UserError)}
+                verdict["came"] = store.add("arrivals", 0)
             store.set("verdict", json.dumps(verdict))
+        waiting = Waiting(timeout, ranks, grace=10)
         while not comes(store, ["verdict"], PAUSE):
             waiting.tell(store.get("waiting").decode() if store.check(["waiting"]) else "rank 0")
         verdict = json.loads(store.get("verdict"))
@@ -151,8 +146,8 @@ def exchange(store, name, ranks, mine, timeout, judge=lambda there: {}):
             comes(store, ["all read"], 3)
     except dist.DistError as error:
         raise RunError(f"rank 0 does not answer any more: {str(error).partition(chr(10))[0]}") from None
-    if verdict["error"]:
-        raise (UserError if verdict["mistake"] else RunError)(verdict["error"])
+    if line := verdict["error"]:
+        raise UserError(line) if verdict["mistake"] else RunError(line)
     if mine["place"] > verdict["came"] or mine["place"] in verdict["replaced"]:
         raise UserError(f"rank {ranks.rank} on {mine['host']} came twice: is its rank given to another one too?")
     return verdict
@@ -163,19 +158,19 @@ def comes(store, keys, seconds):
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError as error:  # a store in a file has no other one for it
-        if "timeout" not in str(error).lower():
+        if "timeout" not in str(error).partition("\n")[0].lower():
             raise
         return False
     return True
 
 
 def _judge(store, ranks, timeout, judge):
-    """Rank 0: wait for all. Returns the verdict, with the number of those that "came" and the places "replaced"."""
+    """Rank 0: wait for all; returns the verdict, with the number of those that "came" and the places "replaced"."""
     there, came, claims, replaced, waiting = {}, 0, {}, [], Waiting(timeout, ranks)
     while missing := set(range(ranks.world_size)) - set(there):
         comes(store, [f"arrival {came + number + 1}" for number in range(len(missing))], 0.5)
-        first, came = came + 1, store.add("arrivals", 0)
-        keys = [f"arrival {place}" for place in range(first, came + 1)]
+        keys = [f"arrival {place}" for place in range(came + 1, store.add("arrivals", 0) + 1)]
+        came += len(keys)
         for mine in map(json.loads, store.multi_get(keys) if keys else []):
             _refuse_contradiction(mine, claims, ranks.launcher == MACHINES)
             replaced += [there[mine["rank"]]["place"]] if mine["rank"] in there else []
@@ -184,14 +179,15 @@ def _judge(store, ranks, timeout, judge):
             what = f"{name_ranks(missing, there.values())}; here is {name_ranks(there, there.values())}"
             store.set("waiting", what)
             waiting.tell(what)
-    if error := next((mine["error"] for mine in there.values() if mine.get("error")), ""):
+    there = [there[rank] for rank in range(ranks.world_size)]
+    if error := next((mine["error"] for mine in there if mine.get("error")), ""):
         raise RunError(error)
-    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": came, "replaced": replaced}
+    return judge(there) | {"came": came, "replaced": replaced}
 
 
 def _refuse_contradiction(mine, claims, machines):
     """Raise `UserError` where a rank contradicts one that came before. claims: what they said; begins as {}."""
-    who, size, here = f"rank {mine['rank']} on {mine['host']}", mine["processes"], (mine["host"], mine["node"])
+    who, size, here = f"rank {mine['rank']} on {mine['host']}", mine["local_world_size"], (mine["host"], mine["node"])
     rank, world_size, itself = "RANK", "WORLD_SIZE", mine["place"]
     if machines:  # one may come again: its script was ended and started anew
         rank, world_size, itself = "--node-rank", "--nnodes", mine["host"]
@@ -210,12 +206,10 @@ def _refuse_contradiction(mine, claims, machines):
 
 def name_ranks(ranks, there):
     """The ranks by node and local rank, as those that are there let it be known; a node of which all are by itself."""
-    each, nodes = next(iter(there))["processes"], {}
-    names = {
-        mine["rank"] - mine["local_rank"] + other: (label(mine["node"], mine["host"]), other, mine["processes"])
-        for mine in there
-        for other in range(mine["processes"])
-    }
+    each, names, nodes = next(iter(there))["local_world_size"], {}, {}
+    for mine in there:
+        first, size = mine["rank"] - mine["local_rank"], mine["local_world_size"]
+        names |= {first + number: (label(mine["node"], mine["host"]), number, size) for number in range(size)}
     for rank in sorted(ranks):
         name, local_rank, processes = names.get(rank, (f"node {rank // each}", rank % each, each))
         nodes.setdefault((name, processes), []).append(local_rank)

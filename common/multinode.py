@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from common.waiting import is_literal_loopback, is_loopback
-
 HERE = Path(__file__).resolve().parent.parent
 SCRIPT = HERE / "ddp_multinode.sh"
 
@@ -135,30 +133,6 @@ def slurm(args, arguments):
     sys.exit(status)
 
 
-def is_master_here(args):
-    """Whether node rank 0 is here. The script ends where the master address contradicts the node rank."""
-    from common.network import address_towards
-
-    name, rank, loopback = args.master_addr, args.node_rank, is_loopback(args.master_addr)
-    try:
-        here = loopback or address_towards(name) == socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        fail(f"--master-addr {name}: {error.strerror}; give an address that all machines know")
-    if args.simulated:
-        return rank == 0
-    if (is_literal_loopback(name) and args.nnodes != 1) or (args.elastic and here and loopback):
-        fail(
-            f"--master-addr {name} leads {socket.gethostname()} to itself: give the address by which others reach node "
-            "rank 0; to try several machines on one, take --simulate"
-        )
-    if rank is not None and (rank == 0) != here and not (rank and loopback):
-        fail(
-            f"--node-rank {rank} on {socket.gethostname()}, but --master-addr {name} is {'' if here else 'not '}its "
-            "address: it must be that of node rank 0"
-        )
-    return here
-
-
 def torchrun(args):
     """Meet the other machines; returns torchrun's command, and the store of the machines."""
     for name in ["master_addr"] if args.elastic else ["nnodes", "node_rank", "master_addr"]:
@@ -178,10 +152,10 @@ def torchrun(args):
         for count in range(low * args.nproc_per_node, high * args.nproc_per_node + 1, args.nproc_per_node):
             if int(args.batch_size) % count:  # the run would end once a machine has come or gone
                 fail(f"--batch-size {args.batch_size} does not divide into {count} processes: --elastic allows these")
-    is_master = is_master_here(args)
-    rank = int(not is_master) if args.elastic else args.node_rank
-    here = place.Ranks(rank, args.nnodes or 2, node=rank, launcher=meeting.MACHINES)
     try:
+        is_master = network.is_master_here(args)
+        rank = int(not is_master) if args.elastic else args.node_rank
+        here = place.Ranks(rank, args.nnodes or 2, node=rank, launcher=meeting.MACHINES)
         store = meeting.connect(args.master_addr, args.master_port, here, args.timeout, is_master)
         if not args.elastic:
             meeting.exchange(store, "machines", here, {}, args.timeout)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.ranks import differences
-from common.waiting import is_loopback, label
+from common.waiting import is_literal_loopback, is_loopback, label
 
 import torch
 
@@ -47,6 +47,29 @@ def interfaces():
     for address, *_, name in map(str.split, ipv6.read_text().splitlines() if ipv6.exists() else []):
         found[str(ipaddress.ip_address(bytes.fromhex(address)))] = name
     return found
+
+
+def is_master_here(args):
+    """Whether node rank 0 is here. Raises `UserError` where the master address contradicts the node rank."""
+    name, rank, machine = args.master_addr, args.node_rank, socket.gethostname()
+    loopback = is_loopback(name)
+    try:
+        here = loopback or address_towards(name) == socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        raise UserError(f"--master-addr {name}: {error.strerror}; give an address that all machines know") from None
+    if args.simulated:
+        return rank == 0
+    if (is_literal_loopback(name) and args.nnodes != 1) or (args.elastic and here and loopback):
+        raise UserError(
+            f"--master-addr {name} leads {machine} to itself: give the address by which others reach node "
+            "rank 0; to try several machines on one, take --simulate"
+        )
+    if rank is not None and (rank == 0) != here and not (rank and loopback):
+        raise UserError(
+            f"--node-rank {rank} on {machine}, but --master-addr {name} is {'' if here else 'not '}its "
+            "address: it must be that of node rank 0"
+        )
+    return here
 
 
 def describe(args, host):

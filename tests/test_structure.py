@@ -23,7 +23,7 @@ ORDER += [
 ]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
 LINES = {"run": 590, "snapshot": 430, "faults": 360}
-IN_ALL, SCRIPT, SHELL, NAMES = 3651, 100, 46, 14
+IN_ALL, SCRIPT, SHELL, NAMES = 3460, 100, 46, 14
 
 
 def tree(path):
