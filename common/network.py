@@ -69,7 +69,7 @@ def is_master_here(args):
             f"--node-rank {rank} on {machine}, but --master-addr {name} is {'' if here else 'not '}its "
             "address: it must be that of node rank 0"
         )
-    return here
+    return here if rank is None else rank == 0
 
 
 def describe(args, host):

@@ -12,7 +12,7 @@ from pathlib import Path
 import network
 import pytest
 import torch
-from harness import PYTHON, TORCHRUN, forked, forked_ranks
+from harness import PYTHON, TORCHRUN, forked, forked_ranks, free_port
 
 SCRIPT = "./ddp_multinode.sh"
 ENV = {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}  # of torchrun
@@ -141,6 +141,28 @@ def test_master_port_taken(kit):
     assert result.status == 2
     assert len(result.errors) == 1 and f", port {port} (" in result.errors[0]
     assert "address already in use" in result.errors[0].lower()
+
+
+@pytest.mark.slow
+def test_strangers_at_the_port(kit):
+    """Neither one that connects and sends a part of a message, nor one that listens and is silent, holds a machine."""
+    options = ("--nnodes=2", f"--master-addr={socket.gethostname()}", "--timeout=6", "--nproc-per-node=1")
+    port = free_port()
+    host = kit.start(SCRIPT, *options, f"--master-port={port}", "--node-rank=0", env=ENV)
+    strangers = []
+    while host.process.poll() is None:
+        with contextlib.suppress(OSError):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+            strangers[-1].sendall((b"\0", b"GET / HTTP/1.1", bytes(1000))[len(strangers) % 3])
+        time.sleep(0.1)
+    (line,) = host.result().errors
+    assert strangers and line.startswith("error: waited 6 s in vain for node 1; here is node 0 (")
+    with socket.create_server(("127.0.0.1", port)):
+        other = ("--nnodes=2", "--master-addr=127.0.0.1", "--simulated", f"--master-port={port}", "--node-rank=1")
+        result = kit.run(SCRIPT, *other, "--timeout=6", env=ENV, timeout=40)
+    assert result.status == 1 and told(result) == [
+        f"error: what listens on 127.0.0.1, port {port} does not answer as a store does: is the port right?"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +448,8 @@ def test_check_names_a_rank_that_is_missing(kit, machines, place, code, seconds)
     assert time.monotonic() - start < 45
     assert first.status == 1
     (line,) = first.errors
-    assert re.sub(r"\d+ s", "… s", line) == "error: waited … s in vain for node 1 (h1) local rank 1"
+    missing = "node 1 (h1) local rank 1; here is node 0 (h0); node 1 (h1) local rank 0"
+    assert re.sub(r"\d+ s", "… s", line) == f"error: waited … s in vain for {missing}"
     assert int(re.search(r"(\d+) s", line)[1]) < seconds + 3
     kit.kill_all()  # torchrun gives a stopped process 30 s to end
 
