@@ -23,7 +23,7 @@ MISTAKE, STOPPED = 2, {130, 143}  # exit status of ranks: no new attempt is made
 class Agent(LocalElasticAgent):
     """torchrun's agent, which ends the ranks after the first signal, or when other machines have failed."""
 
-    received, failed_elsewhere, repeated = [], threading.Event(), False
+    received, failed_here, failed_elsewhere, repeated = [], threading.Event(), threading.Event(), False
 
     def _start_workers(self, group):
         pids = super()._start_workers(group)
@@ -49,31 +49,30 @@ class Agent(LocalElasticAgent):
         return result
 
 
-def start(command, peers, repeated):
+def start(command, store, repeated):
     """Run torchrun's command until its ranks have ended, and return the exit status.
 
-    peers: connections to other machines; one that ends without a word there has failed. repeated: whether a scheduler
-    may send a signal repeatedly, and kills by itself.
+    store: in which the machines let each other know that they fail, or None. repeated: whether a scheduler may send a
+    signal repeatedly, and kills by itself.
     """
     Agent.repeated, api.LocalElasticAgent = repeated, Agent
     os.environ["DDP_AGENT"] = ""  # tells the ranks that this agent knows a mistake by its exit status
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the ranks tell what happened, in one line
-    for peer in peers:
-        threading.Thread(target=_follow, args=(peer, peers), daemon=True).start()
+    watch = threading.Thread(target=_watch, args=(store,), daemon=True)
+    watch.start()
     try:
         run.run(run.parse_args(command[1:]))
+        return 0
     except ChildFailedError as error:
-        return _status(error.failures, any(word.startswith("--snapshot") for word in command))
+        status = _status(error.failures, any(word.startswith("--snapshot") for word in command))
     except (RendezvousError, dist.DistError) as error:
-        if Agent.received:  # the machine with the rendezvous has stopped sooner
-            return 128 + Agent.received[0][0]
-        sys.stderr.write(f"error: the machines lost each other: {str(error).partition(chr(10))[0]}\n")
-        return 1
-    for peer in peers:
-        with contextlib.suppress(OSError):  # it has ended too
-            peer.sendall(b"+")
-    return 0
+        status = 128 + Agent.received[0][0] if Agent.received else 1  # the machine with the store has stopped sooner
+        if not Agent.received:
+            sys.stderr.write(f"error: the machines lost each other: {str(error).partition(chr(10))[0]}\n")
+    Agent.failed_here.set()
+    watch.join(2)  # not for ever: the link to the store may be cut
+    return status
 
 
 def _somebody_comes(group):
@@ -84,17 +83,13 @@ def _somebody_comes(group):
         return False
 
 
-def _follow(peer, peers):
-    """Wait for the end of another machine. Where it fails, all others learn it, and stuck ranks are ended here."""
-    try:
-        failed = not peer.recv(1)
-    except OSError:  # cut, which says nothing about the run there
-        return
-    if failed:
-        for other in peers:
-            with contextlib.suppress(OSError):  # it has ended too
-                other.shutdown(socket.SHUT_RDWR)
-        time.sleep(GRACE)
+def _watch(store):
+    """Let the others know when this machine fails. When another one does, or the store is gone, end stuck ranks."""
+    with contextlib.suppress(dist.DistError):
+        while store and not store.check(["failed"]):
+            if Agent.failed_here.wait(1):
+                store.set("failed", "")
+    if store and not Agent.failed_here.wait(GRACE):
         Agent.failed_elsewhere.set()
 
 

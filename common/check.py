@@ -20,18 +20,17 @@ def main():
     args.backend = place.resolve_backend(args.backend, args.device)
     device = place.local_devices(args, here)[0]
     store, _, address = group.setup(args, here, [device])
-    began, doing = time.monotonic(), "the exchange of names"
+    doing = "the exchange of names"
     try:
         show(here, device, address)
         for size in SIZES:
-            began, doing = time.monotonic(), f"an all-reduce of {size:,} bytes"
+            doing = f"an all-reduce of {size:,} bytes"
             test(size, device)
             measure(size, device)
     except RuntimeError as error:
         # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
         # wait in the collective, until its time is over.
-        left = 5 + max(0, began + args.timeout - time.monotonic())
-        meeting.exchange(store, "after an error", here, {}, left)
+        meeting.exchange(store, "after an error", here, {}, args.timeout + 5)
         raise RunError(f"{doing} fails, though all ranks answer: {error}") from None
     ranks.say("all is well: the sums are right on all ranks")
 

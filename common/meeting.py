@@ -1,24 +1,41 @@
-"""How the ranks meet: the store through which they find each other, and who has come."""
+"""How machines and ranks meet: the store through which they find each other, who has come, and how they agree."""
 
 import json
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from common.errors import RunError, UserError
-from common.waiting import Waiting, is_literal_loopback, label, listen, stay
+from common.errors import RunError, UserError, write_error
+from common.waiting import few, is_literal_loopback, is_loopback, label
 
 import torch.distributed as dist
 
+MACHINES = "ddp_multinode.sh"  # what "launches" the agents that meet as ranks do, one on each machine
+PAUSE = 5  # seconds between two lines that say what is waited for
+
+
+class Waiting:
+    """Says every few seconds what is waited for, once on each machine; raises `RunError` when the time is over."""
+
+    def __init__(self, timeout, ranks, grace=0):
+        self.timeout, self.grace, self.speaks = timeout, grace, ranks.local_rank == 0
+        self.start, self.told = time.monotonic(), 1 - PAUSE  # the first line comes soon
+
+    def tell(self, what):
+        passed = time.monotonic() - self.start
+        if passed > self.timeout + self.grace:
+            raise RunError(f"waited {passed:.0f} s in vain for {what}")
+        if self.speaks and passed > self.told + PAUSE:
+            self.told = passed
+            sys.stderr.write(f"waiting for {what} ({passed:.0f} of {self.timeout:g} s)\n")
+
 
 def open_store(ranks, init_method, timeout):
-    """(the store through which the ranks find each other, the host that serves it or None).
-
-    Raises `UserError` where rank 0 cannot listen on the port it was given, `RunError` where it cannot be reached.
-    """
+    """(the store of the ranks, the host that serves it or None). See `connect` for what it raises."""
     url = urlsplit(init_method)
     if ranks.launcher is None:
         return dist.HashStore(), None  # alone: no port is needed
@@ -27,38 +44,58 @@ def open_store(ranks, init_method, timeout):
     host, port = url.hostname, url.port
     if url.scheme == "env":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = ranks.serves_store
-    if served and not ranks.one_machine and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    served, restarts = ranks.serves_store, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if served and restarts != "0" and not ranks.one_machine:
         # After a restart the ranks would find in it where those of the attempt before were.
         raise UserError(
             "--max-restarts on several machines: start by ddp_multinode.sh --elastic, or give torchrun "
             "--rdzv-backend=c10d and the environment TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
-    serve = ranks.rank == 0 and not served
-    options = {}
-    if serve and sys.platform != "win32":
-        try:  # torch's own socket would listen on all addresses, even where the host is loopback
-            listener = listen(host if ranks.one_machine or is_literal_loopback(host) else "", port)
-        except OSError as error:
-            raise UserError(
-                f"rank 0 cannot listen on {host}, port {port} ({os.strerror(error.errno)}): choose another port by "
-                "MASTER_PORT, torchrun's --master_port or --init-method"
-            ) from None
-        options = dict(master_listen_fd=listener.detach(), use_libuv=False)  # torch 2.6 does not answer with libuv
     # A launcher serves its store before it starts a rank: where it does not answer soon, it was killed meanwhile.
-    patience = min(timeout, timedelta(seconds=30)) if served else timeout
-    try:
-        tcp = dist.TCPStore(host, port, ranks.world_size, serve, patience, **options)
-        tcp.set_timeout(timeout)
-    except dist.DistError as error:
-        raise RunError(f"rank {ranks.rank} cannot reach rank 0 at {host}, port {port}: {_first_line(error)}") from None
+    patience = min(30, timeout.total_seconds()) if served else timeout.total_seconds()
+    store = connect(host, port, ranks, patience, ranks.rank == 0 and not served)
+    store.set_timeout(timeout)
     if served:
-        tcp = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", tcp)
-    return tcp, host
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return store, host
 
 
-def _first_line(error):
-    return str(error).partition("\n")[0]
+def connect(host, port, ranks, timeout, serve):
+    """A store at this address. serve: whether this process serves it, on loopback alone where the host is that.
+
+    Raises `UserError` where it cannot listen there, `RunError` where nobody serves it within `timeout` seconds.
+    """
+    waiting, options = Waiting(timeout, ranks), {}
+    while not serve:  # torch would show stacks where nobody listens yet
+        try:
+            socket.create_connection((host, port), PAUSE).close()
+            break
+        except OSError as error:
+            waiting.tell(f"{host}, port {port} ({error.strerror or error})")
+            time.sleep(0.2)
+
+    def give_up():
+        write_error(f"what listens on {host}, port {port} does not answer as a store does: is the port right?")
+        os._exit(1)
+
+    timer = threading.Timer(timeout + 5, give_up)  # torch would wait for ever
+    timer.daemon = True
+    timer.start()
+    try:
+        loopback = is_loopback(host) and (ranks.one_machine or is_literal_loopback(host))
+        if serve and loopback and sys.platform != "win32":
+            # torch's own socket would listen on all addresses; torch 2.6 does not answer on this one with libuv.
+            listener = socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+            options = dict(master_listen_fd=listener.detach(), use_libuv=False)
+        # With several tenants it serves torchrun's agent too, where that is in this process.
+        options |= dict(wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
+    except (OSError, dist.DistError) as error:
+        what = "listen on" if serve else "reach rank 0 at"
+        line = f"rank {ranks.rank} cannot {what} {host}, port {port} ({str(error).partition(chr(10))[0]})"
+        raise (UserError(f"{line}: free it or take another one") if serve else RunError(line)) from None
+    finally:
+        timer.cancel()
 
 
 def meet(store, host, ranks, args):
@@ -67,108 +104,114 @@ def meet(store, host, ranks, args):
     Returns the address by which the others reach this machine, or None where it is not known. Raises on all ranks
     `RunError` where some do not come, or machines do not reach each other; `UserError` where the machines differ.
     """
-    if ranks.world_size == 1:
-        return "127.0.0.1"
     if ranks.one_machine:
-        exchange(store, "meeting", ranks, {}, args.timeout)
+        if ranks.world_size > 1:
+            exchange(store, "meeting", ranks, {}, args.timeout)
         return "127.0.0.1"
     from common import network  # not needed on one machine
 
     mine = network.describe(args, host)
-    verdict = exchange(store, "meeting", ranks, mine, args.timeout, network.judge, UserError)
+    verdict = exchange(store, "meeting", ranks, mine, args.timeout, network.judge)
     address, error = network.connect(store, ranks, mine["address"], verdict)
     exchange(store, "connection", ranks, {"error": error}, args.timeout)
     return address
 
 
-def first_error(there):
-    return {"error": next((mine["error"] for mine in there if mine.get("error")), "")}
+def exchange(store, name, ranks, mine, timeout, judge=lambda there: {}):
+    """Let rank 0 judge what each rank says, the dict `mine`, and return the verdict, a dict, on all ranks.
 
-
-def exchange(store, name, ranks, mine, timeout, judge=first_error, error=RunError):
-    """Let rank 0 judge what each rank says, the dict `mine`, and return the verdict on all ranks.
-
-    judge: gives a dict for the list of what all said. Raises `error` on all ranks where its "error" is not "", and
-    `RunError` where some rank does not come within `timeout` seconds; it names them.
+    judge: gives it for the list of what all said, or raises `RunError` or `UserError`, which all ranks raise then. So
+    they do where one has an "error" to say, does not come within `timeout` seconds, or contradicts others.
     """
     store = dist.PrefixStore(name, store)
-    mine = mine | {"node": ranks.node, "host": socket.gethostname(), "processes": ranks.local_world_size}
-    mine |= {"rank": ranks.rank, "local_rank": ranks.local_rank, "world_size": ranks.world_size}
-    mine["first_rank"] = ranks.rank - ranks.local_rank
-    place = store.add("arrivals", 1)
-    store.set(f"arrival {place}", json.dumps(mine))
-    if ranks.rank == 0:
-        verdict = _judge(store, ranks, timeout, judge)
-        store.set("verdict", json.dumps(verdict))
-    else:
-        verdict = _wait_for_verdict(store, timeout)
-    store.add("read", 1)
-    if verdict["error"]:
-        stay(store, "read", verdict["came"], ranks)
-        raise {"late": RunError, "mistake": UserError}.get(verdict.get("kind"), error)(verdict["error"])
-    if place > verdict["came"]:
-        raise UserError(
-            f"rank {ranks.rank} on {mine['host']} came after all {ranks.world_size}: is a RANK given twice?"
-        )
+    for own in ("rank", "local_rank", "node", "world_size", "local_world_size"):
+        mine = mine | {own: getattr(ranks, own)}
+    mine |= {"host": socket.gethostname(), "place": store.add("arrivals", 1)}
+    store.set(f"arrival {mine['place']}", json.dumps(mine))
+    try:
+        if ranks.rank == 0:
+            try:
+                verdict = _judge(store, ranks, timeout, judge) | {"error": ""}
+            except RunError as error:
+                verdict = {"error": str(error), "mistake": isinstance(error, UserError)}
+                verdict["came"] = store.add("arrivals", 0)
+            store.set("verdict", json.dumps(verdict))
+        waiting = Waiting(timeout, ranks, grace=10)
+        while not comes(store, ["verdict"], PAUSE):
+            waiting.tell(store.get("waiting").decode() if store.check(["waiting"]) else "rank 0")
+        verdict = json.loads(store.get("verdict"))
+        if store.add("read", 1) == verdict["came"]:
+            store.set("all read", "")
+        if verdict["error"] and ranks.rank == 0:  # who may serve the store
+            comes(store, ["all read"], 3)
+    except dist.DistError as error:
+        raise RunError(f"rank 0 does not answer any more: {str(error).partition(chr(10))[0]}") from None
+    if line := verdict["error"]:
+        raise UserError(line) if verdict["mistake"] else RunError(line)
+    if mine["place"] > verdict["came"] or mine["place"] in verdict["replaced"]:
+        raise UserError(f"rank {ranks.rank} on {mine['host']} came twice: is its rank given to another one too?")
     return verdict
 
 
-def _judge(store, ranks, timeout, judge):
-    """Rank 0: wait for all; returns the verdict, with the number of those that "came"."""
-    there, came, claims, what, looked = {}, 0, {}, "", 0
-    waiting = Waiting(timeout, RunError)
+def comes(store, keys, seconds):
+    """Whether the keys come to a store within this time."""
     try:
-        while len(there) < ranks.world_size:
-            if (arrived := store.add("arrivals", 0)) > came:
-                keys = [f"arrival {place}" for place in range(came + 1, arrived + 1)]
-                came = arrived
-                for mine in map(json.loads, store.multi_get(keys)):
-                    if line := _contradiction(mine, claims):
-                        return {"error": line, "kind": "mistake", "came": came}
-                    there[mine["rank"]] = mine
-            elif time.monotonic() > looked + 0.5:
-                what, looked = name_ranks(set(range(ranks.world_size)) - set(there), there.values()), time.monotonic()
-            else:
-                waiting.tell(what)
-                time.sleep(0.01)
-    except RunError as late:
-        return {"error": str(late), "kind": "late", "came": came}
-    return judge([there[rank] for rank in range(ranks.world_size)]) | {"came": came}
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError as error:  # a store in a file has no other one for it
+        if "timeout" not in str(error).partition("\n")[0].lower():
+            raise
+        return False
+    return True
 
 
-def _contradiction(mine, claims):
-    """In what a rank contradicts one that came before, in one line, or "". claims: what they said; begins as {}."""
-    who, size, machine = f"rank {mine['rank']} on {mine['host']}", mine["processes"], (mine["host"], mine["node"])
-    for name, of in [("RANK", mine["rank"]), ("LOCAL_RANK", (*machine, mine["local_rank"]))]:
-        if (other := claims.setdefault((name, of), who)) is not who:  # though it may read the same
-            return f"{other} and {who} have the same {name}: give each process its own"
-    all_here = size == mine["world_size"]
-    for name, of, value, shown in [
-        ("WORLD_SIZE", None, mine["world_size"], mine["world_size"]),
-        ("LOCAL_WORLD_SIZE", None, all_here, size),
-        ("LOCAL_WORLD_SIZE", machine, size, size),
+def _judge(store, ranks, timeout, judge):
+    """Rank 0: wait for all; returns the verdict, with the number of those that "came" and the places "replaced"."""
+    there, came, claims, replaced, waiting = {}, 0, {}, [], Waiting(timeout, ranks)
+    while missing := set(range(ranks.world_size)) - set(there):
+        comes(store, [f"arrival {came + number + 1}" for number in range(len(missing))], 0.5)
+        keys = [f"arrival {place}" for place in range(came + 1, store.add("arrivals", 0) + 1)]
+        came += len(keys)
+        for mine in map(json.loads, store.multi_get(keys) if keys else []):
+            _refuse_contradiction(mine, claims, ranks.launcher == MACHINES)
+            replaced += [there[mine["rank"]]["place"]] if mine["rank"] in there else []
+            there[mine["rank"]] = mine
+        if missing := missing - set(there):
+            what = f"{name_ranks(missing, there.values())}; here is {name_ranks(there, there.values())}"
+            store.set("waiting", what)
+            waiting.tell(what)
+    there = [there[rank] for rank in range(ranks.world_size)]
+    if error := next((mine["error"] for mine in there if mine.get("error")), ""):
+        raise RunError(error)
+    return judge(there) | {"came": came, "replaced": replaced}
+
+
+def _refuse_contradiction(mine, claims, machines):
+    """Raise `UserError` where a rank contradicts one that came before. claims: what they said; begins as {}."""
+    who, size, here = f"rank {mine['rank']} on {mine['host']}", mine["local_world_size"], (mine["host"], mine["node"])
+    rank, world_size, itself = "RANK", "WORLD_SIZE", mine["place"]
+    if machines:  # one may come again: its script was ended and started anew
+        rank, world_size, itself = "--node-rank", "--nnodes", mine["host"]
+    own, same = "give each its own", "set the same for both"
+    for name, of, value, shown, cure in [
+        (rank, mine["rank"], itself, mine["rank"], own),
+        ("LOCAL_RANK", (here, mine["local_rank"]), itself, mine["local_rank"], own),
+        (world_size, None, mine["world_size"], mine["world_size"], same),
+        ("LOCAL_WORLD_SIZE", None, size == mine["world_size"], size, same),
+        ("LOCAL_WORLD_SIZE", here, size, size, same),
     ]:
         claim, there, other = claims.setdefault((name, of), (value, shown, who))
         if claim != value:
-            return f"{name} is {there} for {other} and {shown} for {who}: set the same for both"
-    return ""
-
-
-def _wait_for_verdict(store, timeout):
-    try:
-        store.wait(["verdict"], timedelta(seconds=timeout + 10))
-        return json.loads(store.get("verdict"))
-    except dist.DistError as error:
-        raise RunError(f"rank 0 did not come, or does not answer any more: {_first_line(error)}") from None
+            raise UserError(f"{name} is {there} for {other} and {shown} for {who}: {cure}")
 
 
 def name_ranks(ranks, there):
-    """The ranks by node and local rank, as those that are there let it be known."""
-    nodes = {}
+    """The ranks by node and local rank, as those that are there let it be known; a node of which all are by itself."""
+    each, names, nodes = next(iter(there))["local_world_size"], {}, {}
+    for mine in there:
+        first, size = mine["rank"] - mine["local_rank"], mine["local_world_size"]
+        names |= {first + number: (label(mine["node"], mine["host"]), number, size) for number in range(size)}
     for rank in sorted(ranks):
-        places = [mine for mine in there if mine["first_rank"] <= rank < mine["first_rank"] + mine["processes"]]
-        each = next(iter(there))["processes"]
-        name = label(places[0]["node"], places[0]["host"]) if places else f"node {rank // each}"
-        nodes.setdefault(name, []).append(rank - places[0]["first_rank"] if places else rank % each)
-    names = [f"{name} local rank {', '.join(map(str, local_ranks))}" for name, local_ranks in nodes.items()]
-    return "; ".join(names[:8]) + f"; and {len(names) - 8} nodes more" * (len(names) > 8)
+        name, local_rank, processes = names.get(rank, (f"node {rank // each}", rank % each, each))
+        nodes.setdefault((name, processes), []).append(local_rank)
+    parts = [name + f" local rank {few(some)}" * (len(some) < size) for (name, size), some in nodes.items()]
+    return few(parts, "; ", "nodes more")

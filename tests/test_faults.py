@@ -381,4 +381,5 @@ def test_rank_that_does_not_come(kit):
     result = kit.run(*SPAWN, "--timeout", "10", timeout=120)
     assert result.status == 1
     assert len(result.errors) == 1 and result.errors[0].startswith("error: waited "), result
-    assert result.errors[0].endswith(f" s in vain for node 0 ({socket.gethostname()}) local rank 1")
+    node = f"node 0 ({socket.gethostname()})"
+    assert result.errors[0].endswith(f" s in vain for {node} local rank 1; here is {node} local rank 0")

@@ -78,7 +78,8 @@ def test_port_in_use(kit):
         result = kit.run(*forked("ddp_torchrun.py"), env=env, timeout=30)
     assert result.status == 2
     assert len(result.errors) == 1
-    assert f"rank 0 cannot listen on 127.0.0.1, port {port} (Address already in use)" in result.errors[0]
+    assert f"rank 0 cannot listen on 127.0.0.1, port {port} (" in result.errors[0]
+    assert "address already in use" in result.errors[0].lower()
 
 
 PBS = """
@@ -157,10 +158,10 @@ def test_srun(kit, slurm):
     "places, lines",
     [
         (("0 2 0 2", "1 3 1 3"), ["WORLD_SIZE is 2 for {0} and 3 for {1}", "WORLD_SIZE is 3 for {1} and 2 for {0}"]),
-        pytest.param(("0 3 0 3", "1 3 1 3", "1 3 1 3"), ["{1} and {1} have the same RANK"], marks=pytest.mark.slow),
+        pytest.param(("0 3 0 3", "1 3 1 3", "1 3 1 3"), ["RANK is 1 for {1} and 1 for {1}"], marks=pytest.mark.slow),
         pytest.param(
             ("0 2 0 2", "1 2 0 2"),
-            ["{0} and {1} have the same LOCAL_RANK", "{1} and {0} have the same LOCAL_RANK"],
+            ["LOCAL_RANK is 0 for {0} and 0 for {1}", "LOCAL_RANK is 0 for {1} and 0 for {0}"],
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -14,12 +14,11 @@ ORDER += [
     "faults",
     "watch",
     "judge",
+    "multinode",
+    "agent",
     "meeting",
     "network",
     "place",
-    "multinode",
-    "agent",
-    "machines",
     "ranks",
     "start",
     "errors",
@@ -27,7 +26,7 @@ ORDER += [
 ]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
 LINES = {}
-IN_ALL, SCRIPT, SHELL, NAMES = 3500, 90, 46, 14
+IN_ALL, SCRIPT, SHELL, NAMES = 3300, 90, 46, 14
 
 
 def tree(path):
