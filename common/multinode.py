@@ -140,11 +140,13 @@ def torchrun(args):
             fail(f"--{name.replace('_', '-')} is missing, see --help")
     if not args.elastic and not 0 <= args.node_rank < args.nnodes:
         fail(f"--node-rank {args.node_rank} must be from 0 to {args.nnodes - 1}: machines are counted from 0")
-    from common import meeting, network, place
+    from common import meeting, network, place, start
     from common.errors import RunError
 
     import torch
 
+    if args.simulated:
+        start.die_with_parent()
     args.master_port = args.master_port or 29500
     args.nproc_per_node = args.nproc_per_node or torch.accelerator.device_count() or 1
     if args.elastic and args.batch_size and args.batch_size.isdecimal():

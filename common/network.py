@@ -21,7 +21,7 @@ import torch
 # What may differ from process to process.
 OWN_ARGUMENTS = ("began", "local_rank", "threads", "init_method")
 OWN_PATHS = ("snapshot", "metrics", "tensorboard")
-MUCH = 64000  # bytes: more than fits into one packet of any network
+SIZES = (1, 1000, 4000, 16000, 64000)  # bytes; a packet has up to 1,500, or up to 9,000 where jumbo frames are on
 
 
 def address_towards(host):
@@ -143,29 +143,31 @@ def connect(store, ranks, address, verdict):
 
 
 def _answer(listener):
-    """Let the machine that connects know when all of `MUCH` has come."""
+    """Let the machine that connects know of each of `SIZES` when it has come."""
     listener.settimeout(60)
     with contextlib.suppress(OSError), listener:  # the other one may fail
         connection, _ = listener.accept()
         with connection, connection.makefile("rb") as received:
-            received.read(MUCH)
-            connection.sendall(b"+")
+            for size in SIZES:
+                received.read(size)
+                connection.sendall(b"+")
 
 
 def _try_way(interface, name, address, port):
-    """In one line what is wrong on the way to the machine `name`; "" where all of `MUCH` comes there."""
-    host, opened = socket.gethostname(), False
+    """In one line what is wrong on the way to the machine `name`; "" where all of `SIZES` come there."""
+    host, passed = socket.gethostname(), 0
     try:
         with socket.create_connection((address, port), timeout=5) as connection:
-            opened = True
-            connection.sendall(bytes(MUCH))
-            if not connection.recv(1):
-                raise OSError("it hung up")
+            for size in SIZES:
+                connection.sendall(bytes(size))
+                if not connection.recv(1):
+                    raise OSError("it hung up")
+                passed = size
     except OSError as error:
         cure = "all ports must be open, and GLOO_SOCKET_IFNAME, where it is set, name the interface that leads there"
-        if opened:
+        if passed:
             cure = f"something drops large packets; let all interfaces have its MTU: `ip link set {interface} mtu 1500`"
-        what = f"{MUCH:,} bytes from {host} do not" if opened else f"{host} does not"
+        what = f"{passed:,} bytes at once from {host} do, {size:,} do not" if passed else f"{host} does not"
         why = error.strerror or error
         return f"{what} reach {name} at {address}, port {port}, from its interface {interface} ({why}): {cure}"
     return ""

@@ -110,8 +110,10 @@ class Snapshots:
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
             there = state["run"]["settings"] | shapes(self.named, state)
         except Exception as error:  # whatever a foreign file brings about
+            several = process.watch and not process.watch.ranks.one_machine
+            where = f" on {ranks.this_machine()}" if several else ""
             raise UserError(
-                f"--snapshot {self.path} is no whole snapshot of this kit ({_cause(error)}): `mv {self.previous} "
+                f"--snapshot {self.path}{where} is no whole snapshot of this kit ({_cause(error)}): `mv {self.previous} "
                 f"{self.path}` to go on from the one before it, if any, or give another path to start anew"
             ) from None
         here = self.settings | shapes(self.named, get_states(self.named))

@@ -425,7 +425,7 @@ def test_check_finds_an_mtu_hole(kit, machines):
     for result in [run.result(60) for run in start_all(kit, net, *CHECK)]:
         assert result.status == 1
         (line,) = told(result)
-        assert line.startswith("error: 64,000 bytes from h0 do not reach h1 at 10.0.0.2, port ")
+        assert line.startswith("error: 1,000 bytes at once from h0 do, 4,000 do not reach h1 at 10.0.0.2, port ")
         assert "interface e0 (timed out): something drops large packets; let all interfaces have its MTU: `ip" in line
     assert time.monotonic() - start < 40
 
