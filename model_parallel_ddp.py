@@ -12,8 +12,8 @@ from common import job
 from common.data import check_sets, move, train_loader
 from common.errors import entry
 from common.group import join
+from common.launchers import ranks_from_environment
 from common.options import Options
-from common.place import ranks_from_environment
 from common.run import Run
 from common.spawn import spawned, spawning, wait_for_ranks
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from common import group, meeting, place, ranks
+from common import group, launchers, meeting, place, ranks
 from common.errors import RunError, entry
 from common.options import Options
 
@@ -16,7 +16,7 @@ SIZES = (8, 2**12, 2**16, 2**20, 2**24)  # bytes
 @entry
 def main():
     args = Options(__doc__, ddp=True, launched=True).parse_args()
-    here = place.ranks_from_environment(args)
+    here = launchers.ranks_from_environment(args)
     args.backend = place.resolve_backend(args.backend, args.device)
     device = place.local_devices(args, here)[0]
     store, _, address = group.setup(args, here, [device])
@@ -67,7 +67,7 @@ def measure(size, device):
         if device.type != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
-    seconds = ranks.gather([sorted(times[3:])[len(times[3:]) // 2]], device).max().item()
+    seconds = max(ranks.gather_objects(sorted(times[3:])[len(times[3:]) // 2]))
     moved = 2 * (ranks.world_size() - 1) / ranks.world_size() * size  # bytes that each rank sends in a ring
     ranks.say(f"all-reduce of {size:,} bytes: {seconds * 1e6:,.0f} µs, {moved / seconds / 1e6:,.1f} MB/s per rank")
 

@@ -43,14 +43,14 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. tell: a function
     that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`watch.Watch`). local_rank: the rank on this machine. node: the
+    other know of their failures, once they have met (`watch.Watch`). node: the
     rank of this machine. backends: the process group's that was left; see `let_go`.
     """
 
     def __init__(self):
         self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell
         self.watch = self.backends = None
-        self.local_rank = self.node = 0
+        self.node = 0
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from common import faults, meeting, watch
 from common.errors import RunError, process
-from common.place import local_devices, ranks_from_environment, resolve_backend
+from common.place import local_devices, resolve_backend
 from common.ranks import say, this_machine
 from common.start import prepare
 
@@ -28,7 +28,10 @@ def join(args, ranks=None, each=1):
 
     ranks: the place of this process; by default what the launcher's environment says. See `meeting` for what it raises.
     """
-    ranks = ranks or ranks_from_environment(args)
+    if ranks is None:
+        from common.launchers import ranks_from_environment  # not needed under mp.spawn
+
+        ranks = ranks_from_environment(args)
     args.backend = resolve_backend(args.backend, args.device)
     devices = local_devices(args, ranks, each)
     setup(args, ranks, devices)
@@ -45,7 +48,7 @@ def setup(args, ranks, devices):
 
     Returns (the store, the host that serves it or None, the address by which the others reach this process).
     """
-    process.local_rank, process.node = ranks.local_rank, ranks.node
+    process.node = ranks.node
     if ranks.one_machine:
         # By itself gloo listens on the address of the host's name, NCCL on any interface.
         for _, name in socket.if_nameindex() if sys.platform != "win32" else []:
@@ -56,7 +59,7 @@ def setup(args, ranks, devices):
     timeout = timedelta(seconds=args.timeout)
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
-    store, host = meeting.open_store(ranks, ranks.init_method, timeout)
+    store, host = open_store(ranks, timeout)
     address = meeting.meet(store, host, ranks, args)
     if ranks.world_size > 1:
         process.watch = watch.Watch(store, ranks, args.timeout)
@@ -87,6 +90,17 @@ def setup(args, ranks, devices):
         command = shlex.join(["torchrun", f"--nproc_per_node={accelerators or 2}", *sys.argv])
         say(f"to start a process per device: {command}")
     return store, host, address
+
+
+def open_store(ranks, timeout):
+    """(the store through which the ranks find each other, the host that serves it or None)."""
+    if ranks.launcher is None:
+        return dist.HashStore(), None  # alone: no port is needed
+    if ranks.init_method.startswith("file:"):
+        return next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size))[0], None
+    from common.store import open_tcp
+
+    return open_tcp(ranks, timeout)
 
 
 def leave():

@@ -141,6 +141,7 @@ def torchrun(args):
     if not args.elastic and not 0 <= args.node_rank < args.nnodes:
         fail(f"--node-rank {args.node_rank} must be from 0 to {args.nnodes - 1}: machines are counted from 0")
     from common import meeting, network, place, start
+    from common import store as stores
     from common.errors import RunError
 
     import torch
@@ -158,7 +159,7 @@ def torchrun(args):
         is_master = network.is_master_here(args)
         rank = int(not is_master) if args.elastic else args.node_rank
         here = place.Ranks(rank, args.nnodes or 2, node=rank, launcher=meeting.MACHINES)
-        store = meeting.connect(args.master_addr, args.master_port, here, args.timeout, is_master)
+        store = stores.connect(args.master_addr, args.master_port, here, args.timeout, is_master)
         if not args.elastic:
             meeting.exchange(store, "machines", here, {}, args.timeout)
     except RunError as error:

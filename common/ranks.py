@@ -33,13 +33,6 @@ def total(tensor):
     return tensor
 
 
-def gather(row, device):
-    """Every rank's row of n numbers: float64 [world size, n], on the CPU."""
-    rows = torch.zeros(world_size(), len(row), dtype=torch.float64, device=device)
-    rows[rank()] = torch.as_tensor(row, dtype=torch.float64)
-    return total(rows).cpu()
-
-
 def most(row, device):
     """The greatest of each of n numbers over the ranks, in a list. Its cost hardly grows with the world size."""
     row = torch.tensor(row, dtype=torch.float64, device=device)
@@ -104,7 +97,7 @@ def share_buffers(model):
         dist.broadcast(buffer, src=0)
 
 
-def check_same_weights(model, device):
+def check_same_weights(model):
     """Raise `RunError` where a rank's parameters differ from rank 0's; it names the ranks.
 
     Of parameters that are sharded (DTensors) each rank has its own part, and nothing to compare.
@@ -112,7 +105,7 @@ def check_same_weights(model, device):
     whole = [one.detach().cpu() for one in model.parameters() if not hasattr(one, "full_tensor")]
     whole = [torch.view_as_real(one) if one.is_complex() else one for one in whole]
     sums = [sum(one.double().sum().item() for one in some) for some in (whole, [one.abs() for one in whole])]
-    found = gather(sums, device).nan_to_num(nan=-1)
+    found = torch.tensor(gather_objects(sums), dtype=torch.float64).nan_to_num(nan=-1)
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
     differs = ((found - found[0]).abs() > 1e-12 * found[0, 1]).any(1)
     if differs.any():

@@ -201,13 +201,13 @@ class Run(Loop):
         self.doing, self.finished = "the end", True
         self._save()  # what follows the last evaluation, such as the best weights, as well
         self.snapshots.finish()
-        ranks.check_same_weights(self.model, self.device)
+        ranks.check_same_weights(self.model)
         speed, seconds = self.samples / self.seconds if self.seconds else 0.0, time.time() - self.args.began
         words = [f"done: {self.epoch + 1} epochs, {self.step_count} steps", *self._training(), *self.words]
         words.append(f"{speed:.0f} samples/s")
         if hasattr(device := torch.get_device_module(self.device), "max_memory_allocated"):
             peaks = [device.max_memory_allocated(one) / 2**20 for one in states.devices(self.wrapped)]
-            peaks = ranks.gather(peaks, self.device).flatten().tolist()
+            peaks = [peak for some in ranks.gather_objects(peaks) for peak in some]
             words.append(f"peak memory per device {min(peaks):.0f} to {max(peaks):.0f} MiB")
         ranks.say(f"{', '.join(words)}, {seconds:.1f} s in all")
         end = {"step": self.step_count, "loss": self.loss, "seconds": seconds, "samples_per_s": speed}

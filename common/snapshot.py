@@ -113,8 +113,8 @@ class Snapshots:
             several = process.watch and not process.watch.ranks.one_machine
             where = f" on {ranks.this_machine()}" if several else ""
             raise UserError(
-                f"--snapshot {self.path}{where} is no whole snapshot of this kit ({_cause(error)}): `mv {self.previous} "
-                f"{self.path}` to go on from the one before it, if any, or give another path to start anew"
+                f"--snapshot {self.path}{where} is no whole snapshot of this kit ({_cause(error)}): `mv "
+                f"{self.previous} {self.path}` to go on from the one before, if any, or give another path to start anew"
             ) from None
         here = self.settings | shapes(self.named, get_states(self.named))
         for name in [*here, *there]:

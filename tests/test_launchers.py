@@ -96,7 +96,7 @@ LAUNCHERS = [pbs, """
 
 
 def test_another_launcher_takes_one_function(kit):
-    kit.edit("common/place.py", "LAUNCHERS = [", PBS)
+    kit.edit("common/launchers.py", "LAUNCHERS = [", PBS)
     env = {"PBS_NP": "2", "PBS_JOBID": f"{os.getpid()}.{kit.path}"}
     runs = [kit.start(*forked("ddp_torchrun.py", *OPTIONS), env=env | {"PBS_TASKNUM": f"{n}"}) for n in (1, 2)]
     results = [run.result() for run in runs]

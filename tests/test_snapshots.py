@@ -368,7 +368,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-GO_BACK = "`mv run.pt.prev run.pt` to go on from the one before it, if any, or give another path to start anew"
+GO_BACK = "`mv run.pt.prev run.pt` to go on from the one before, if any, or give another path to start anew"
 BAD = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:30_000]), "(File is not a zip file)"),
     "empty": (lambda path: path.write_bytes(b""), "(File is not a zip file)"),
