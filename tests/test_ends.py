@@ -38,7 +38,7 @@ def test_ranks_that_differ(kit, command):
 @pytest.mark.parametrize("shell", ["foreground", pytest.param("background", marks=pytest.mark.slow)])
 def test_signal_to_the_parent(kit, number, status, shell):
     workers = 1 if shell == "foreground" else 0
-    command = (*SPAWN, *LONG, "--workers", workers)
+    command = (*(forked("ddp_spawn.py") if workers else SPAWN), *LONG, "--workers", workers)
     if shell == "background":
         # A shell without job control lets what it starts with & ignore SIGINT.
         command = ("sh", "-c", '"$@" & echo $! > pid; wait $!', "sh", *[sys.executable, *map(str, command[1:])])

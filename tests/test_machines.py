@@ -89,7 +89,10 @@ def test_agreement(kit, machines, starter):
 @pytest.mark.parametrize(
     "first, second, words",
     [
-        ("0 10.0.0.1", "0 10.0.0.1", "--node-rank 0 on h1, but --master-addr 10.0.0.1 is not its address"),
+        pytest.param(
+            *("0 10.0.0.1", "0 10.0.0.1", "--node-rank 0 on h1, but --master-addr 10.0.0.1 is not its address"),
+            marks=pytest.mark.slow,
+        ),
         ("1 10.0.0.1", "0 10.0.0.1", "--node-rank 1 on h0, but --master-addr 10.0.0.1 is its address"),
         ("0 nowhere", "1 nowhere", "--master-addr nowhere: "),
         pytest.param("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be from 0 to 1:", marks=pytest.mark.slow),

@@ -14,9 +14,9 @@ from harness import ROOT, forked, forked_ranks, torchrun
 COMMANDS = {
     "dp_train": ("python", "dp_train.py"),
     "ddp_spawn": ("python", "ddp_spawn.py"),
-    "ddp_torchrun": ("python", "ddp_torchrun.py"),
+    "ddp_torchrun": forked("ddp_torchrun.py"),
     "torchrun": torchrun(2, "ddp_torchrun.py"),
-    "model_parallel_ddp": ("python", "model_parallel_ddp.py"),
+    "model_parallel_ddp": forked("model_parallel_ddp.py"),
 }
 
 

@@ -536,16 +536,16 @@ def test_training_goes_on_while_a_snapshot_is_written(kit):
 
 @pytest.mark.parametrize("command", [ALONE, slow(RANKS)], ids=["alone", "ranks"])
 def test_failed_write_is_told_before_the_next(kit, command):
-    """Step 360 is saved, and would be followed by step 719 after 18 seconds."""
+    """Step 100 is saved, and would be followed by step 199 after 20 seconds."""
     kit.edit("common/job.py", FORWARD, f"        slow_down()\n{FORWARD}")
     with (kit.path / "common" / "job.py").open("a") as file:
         file.write(SAVE.format(code='raise OSError(28, "No space left on device")'))
         file.write("\n\ndef slow_down(calls=[]):\n    import time\n")
-        file.write("    calls.append(1)\n    time.sleep(0.05 * (len(calls) > 360))\n")
-    result = kit.run(*command, *SNAPSHOT, "--batch-size", "2", "--save-every", "360", "--metrics", "metrics.jsonl")
+        file.write("    calls.append(1)\n    time.sleep(0.2 * (len(calls) > 100))\n")
+    result = kit.run(*command, *SNAPSHOT, "--batch-size", "2", "--save-every", "100", "--metrics", "metrics.jsonl")
     assert result.status == 1 and len(result.errors) == 1, result
-    assert "--snapshot run.pt of step 360 was not written: No space left on device" in result.errors[0]
-    assert 360 <= len(kit.metrics(event="step")) < 700
+    assert "--snapshot run.pt of step 100 was not written: No space left on device" in result.errors[0]
+    assert 100 <= len(kit.metrics(event="step")) < 190
 
 
 @pytest.mark.parametrize("command", [ALONE, PARALLEL], ids=["alone", "dp"])
