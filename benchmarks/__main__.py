@@ -9,11 +9,12 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps, store
+from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps, store, wall
 
 import torch
 
@@ -23,6 +24,7 @@ MEASURE = {
     "scaling": scaling.measure,
     "communication": communication.measure,
     "startup": startup.measure,
+    "wall": wall.measure,
     "sampler": sampler.measure,
     "snapshots": snapshots.measure,
     "simulation": simulation.measure,
@@ -34,6 +36,7 @@ QUICK = {
     "scaling": {"sizes": ("default",), "starts": 1, "rounds": 2, "seconds": 0.01},
     "communication": {"sizes": ("default",), "rounds": 2, "seconds": 0.01},
     "startup": {"runs": 2},
+    "wall": {"runs": 2},
     "sampler": {"sizes": (10**5,), "rounds": 2},
     "snapshots": {"sizes": (10**5,), "runs": 2},
     "simulation": {"sizes": (1, 16)},
@@ -52,6 +55,16 @@ def machine():
     )
 
 
+def commit():
+    """The commit of the code, with "changed" where a file differs from it."""
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True).stdout
+
+    changed = git("status", "--porcelain", "--", ".", ":!results.json", ":!*.svg", ":(top)*.py", ":(top)common")
+    return git("rev-parse", "--short", "HEAD").strip() + " changed" * bool(changed)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASURE))
@@ -64,6 +77,7 @@ def main():
         start = time.monotonic()
         results[name] = MEASURE[name](**QUICK[name] if args.quick else {})
         results.setdefault("machines", {})[name] = machine()
+        results.setdefault("commits", {})[name] = commit()
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if not args.quick:
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

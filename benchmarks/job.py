@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 
 ADDRESS, SIZE = os.environ["BENCHMARK_ADDRESS"], os.environ["BENCHMARK_SIZE"]
 BATCH = int(os.environ["BENCHMARK_BATCH"])  # global
-LR, EPOCHS = models.RATES[SIZE], 100_000  # it is killed when all is measured
+LR = models.RATES[SIZE]
+EPOCHS = int(os.environ["BENCHMARK_EPOCHS"])  # most programs are killed when all is measured
 
 collate, loss, score, ToyMpModel = digits.collate, digits.loss, digits.score, digits.ToyMpModel
 stamps = {"imports": time.time()}  # when what was done; seconds since the epoch
@@ -63,6 +64,12 @@ def process_began():
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def peak_memory():
+    """Of this process, in MiB; 0 where there is no /proc."""
+    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else "VmHWM: 0"
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
 class Turns:
     """Waits for its turn after the first optimizer step and after each block of steps."""
 
@@ -81,7 +88,7 @@ class Turns:
             self.connection.send(stamps)
         else:
             weights = sum(value.sum().item() for group in optimizer.param_groups for value in group["params"])
-            self.connection.send((now - self.start, weights))
+            self.connection.send((now - self.start, weights, peak_memory()))
         try:
             self.left = self.connection.recv()
         except EOFError:  # it is over

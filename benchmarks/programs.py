@@ -31,6 +31,8 @@ class Program:
     batch: int
     processes: int = 2
     threads: int = 1
+    epochs: int = 100_000
+    process: subprocess.Popen = field(default=None, init=False)
     started: float = field(default=0, init=False)  # seconds since the epoch
     connections: list = field(default_factory=list, init=False)
     stamps: list = field(default_factory=list, init=False)
@@ -40,7 +42,7 @@ class Program:
             connection.send(count)
 
     def wait(self):
-        """(seconds that the slowest process took for its block, sum of the weights after it)"""
+        """(seconds that the slowest process took for its block, sum of the weights after it, its peak memory in MiB)"""
         return max(connection.recv() for connection in self.connections)
 
 
@@ -49,18 +51,18 @@ def torchrun(script, size, *, processes=2, threads=1, batch=None):
     batch = batch or BATCHES[size]
     command = (*TORCHRUN, f"--nproc-per-node={processes}", script)
     if script.startswith("ddp_"):
-        command += kit_options(size, batch, threads)
+        command += kit_options(size, batch, threads, 100_000)
     return Program(command, size, batch, processes, threads)
 
 
-def spawn(script, size):
+def spawn(script, size, epochs=100_000):
     """A script of the kit or the bare one, which starts two processes by mp.spawn."""
-    options = kit_options(size, BATCHES[size], 1) if script.startswith("ddp_") else ()
-    return Program((sys.executable, script, *options), size, BATCHES[size])
+    options = kit_options(size, BATCHES[size], 1, epochs) if script.startswith("ddp_") else ()
+    return Program((sys.executable, script, *options), size, BATCHES[size], epochs=epochs)
 
 
-def kit_options(size, batch, threads):
-    options = {"--batch-size": batch, "--lr": RATES[size], "--threads": threads, "--epochs": 100_000}
+def kit_options(size, batch, threads, epochs):
+    options = {"--batch-size": batch, "--lr": RATES[size], "--threads": threads, "--epochs": epochs}
     return tuple(str(word) for option in options.items() for word in option)
 
 
@@ -96,11 +98,12 @@ def started(programs):
                 "BENCHMARK_ADDRESS": address,
                 "BENCHMARK_SIZE": program.size,
                 "BENCHMARK_BATCH": str(program.batch),
+                "BENCHMARK_EPOCHS": str(program.epochs),
                 "OMP_NUM_THREADS": str(program.threads),
                 "TMPDIR": str(directory),
             }
             program.connections, program.stamps, program.started = [], [], time.time()
-            process = subprocess.Popen(
+            program.process = process = subprocess.Popen(
                 program.command, cwd=directory, env=environment, stdout=output, stderr=output, start_new_session=True
             )
             stack.callback(_end, process, program)

@@ -16,10 +16,10 @@ def measure(sizes=("default", "wide", "conv", "epochs"), **effort):
             "bare, mp.spawn": spawn("bare.py", size),
             "ddp_torchrun": torchrun("ddp_torchrun.py", size),
             "ddp_spawn": spawn("ddp_spawn.py", size),
+            "accelerate": torchrun("with_accelerate.py", size),
+            "fabric": torchrun("with_fabric.py", size),
         }
-        if size != "epochs":  # these do not evaluate
+        if size != "epochs":  # it does not evaluate
             programs["tutorial"] = torchrun("tutorial.py", size)
-            programs["accelerate"] = torchrun("with_accelerate.py", size)
-            programs["fabric"] = torchrun("with_fabric.py", size)
         found[size] = ratios(race(programs, **effort), "bare")
     return found
