@@ -55,11 +55,11 @@ class Process:
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""
         backends, tell = self.backends, self.tell
+        if not finished:
+            kill_workers()  # they may be in the midst of something, and would be waited for
         self.at_end.pop_all()
         self.__init__()
         self.tell = tell
-        if not finished:
-            kill_workers()  # they may be in the midst of something, and would be waited for
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
         # threads: one that lets go of a tensor while the interpreter ends would abort the process. Neither DDP nor the
         # group of torch 2.6 may be the last to release a backend: they keep Python's lock, which its threads wait for.
