@@ -126,6 +126,7 @@ def cases(jobs, commands, *soon):
     return [
         pytest.param(*case, id="-".join(case).replace(" ", "-"), marks=() if case in soon else pytest.mark.slow)
         for case in itertools.product(jobs, commands)
+        if case[1] != "torchrun-2" or case[0] in ("gpt", "cnn-plain")  # the others take long, and bring nothing new
     ]
 
 
