@@ -65,9 +65,12 @@ class ResumableSampler(Sampler):
         return (self.steps - self.step) * self.batch // self.world_size
 
     def __iter__(self):
-        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share alone.
+        dtype = torch.int32 if self.size < 2**31 else torch.int64
+        order = torch.randperm(self.size, generator=generator, dtype=dtype)
         order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size]
-        order = order + (self.epoch * self.size if self.by_epoch else 0)  # a copy: this rank keeps its share alone
+        order = order.clone().long() + (self.epoch * self.size if self.by_epoch else 0)
         for chunk in order.split(2**14):  # so many are Python numbers at a time
             yield from chunk.tolist()
 

@@ -144,26 +144,30 @@ class Run(Loop):
             raise Stopped(int(found[0]))
 
     @torch.no_grad()
-    def evaluate(self, data, name="test"):
+    def evaluate(self, data, name="test", model=None):
         """Evaluate the model on a dataset, each sample once, with `job.score`; report the means over the samples.
 
-        Returns {score: mean}, the same on all ranks. name: of the set, where there are several. Modules come back in
-        the mode in which each was. Raises `UserError` where the set is empty, or the scores are no sums.
+        Returns {score: mean}, the same on all ranks. name: of the set or the model, where there are several. model:
+        another than the run's, such as its average. Modules come back in the mode in which each was. Raises `UserError`
+        where the set is empty, or the scores are no sums.
         """
         self._settle()
+        model = self.model if model is None else model
+        if not isinstance(name, str):
+            raise UserError(f"run.evaluate: the name is a {type(name).__name__}: write run.evaluate(data, 'ema', ema)")
         doing, began, in_epoch = self.doing, time.perf_counter(), not self.doing
         self.doing = f"the evaluation after {self._at() if in_epoch else f'epoch {self.epoch + 1}'}"
         if name not in self.test_loaders or self.test_loaders[name].dataset is not data:
             check_set(f"{name} set", data)
             self.test_loaders[name] = test_loader(data, self.args, self.device, self.loader.collate_fn)
-        ranks.share_buffers(self.model)
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
+        ranks.share_buffers(model)
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
         loader, sums, mine = self.test_loaders[name], Counter(), defaultdict(list)
-        device = next(self.model.parameters()).device
+        device = next(model.parameters()).device
         for share, (inputs, labels) in zip(loader.batch_sampler, iterate(loader), strict=True):
             with torch.autocast(self.args.device, self.args.dtype, enabled=self.args.dtype is not None):
-                outputs = self.model(move(inputs, device))
+                outputs = model(move(inputs, device))
                 there = [value.device for value in tree_leaves(outputs) if isinstance(value, torch.Tensor)]
                 scores = job.score(outputs, move(labels, there[0] if there else device))
             if not isinstance(scores, dict) or any(torch.as_tensor(value).ndim for value in scores.values()):

@@ -5,6 +5,8 @@ import math
 import shutil
 from pathlib import Path
 
+from common import job
+
 import pytest
 import torch
 from harness import TORCH, forked, forked_ranks
@@ -131,15 +133,24 @@ def test_ema_second_optimizer_best_value_and_generator(kit, command):
     noise = "            inputs, labels = move(inputs, device), move(labels, device)\n"
     kit.edit(script, noise, noise + "            inputs += 0.1 * torch.rand(inputs.shape, generator=generator)\n")
     kit.edit(script, STEP, f"{STEP}                second.step()\n                ema.update_parameters(model)\n")
-    kit.edit(
-        script, EVALUATE, "        best['loss'] = min(best['loss'], numpy.float64(run.evaluate(test_set)['loss']))\n"
-    )
+    code = "        best['loss'] = min(best['loss'], numpy.float64(run.evaluate(test_set)['loss']))\n"
+    kit.edit(script, EVALUATE, f"{code}        run.evaluate(test_set, 'ema', ema)\n")
     text = (kit.path / script).read_text()
     (kit.path / script).write_text(f"import numpy\n{text}")
-    goes_on_exactly(kit, command)
+    undisturbed, _ = goes_on_exactly(kit, command)
     saved = states(kit, "run.pt")
+    model, test_set = job.ToyModel(), job.load_data()[1]
+    model.load_state_dict({name.removeprefix("module."): saved["ema"][name] for name in list(saved["ema"])[1:]})
+    right = (model(test_set.tensors[0]).argmax(1) == test_set.tensors[1]).sum().item()
+    evaluated = [line["accuracy"] for line in undisturbed.metrics if line.get("set") == "ema"]
+    assert evaluated[-1] == pytest.approx(right / len(test_set)), "of the average, not of the model"
     assert 0 < saved["best"]["loss"] < 1 and len(saved["second"]["state"]) == 2
     assert not same(saved["ema"]["module.net2.bias"], saved["model"]["net2.bias"])
+
+
+def test_model_in_place_of_a_name_is_refused(kit):
+    kit.edit("dp_train.py", EVALUATE, EVALUATE.replace("test_set", "test_set, model"))
+    assert refused(kit, PARALLEL) == "run.evaluate: the name is a ToyModel: write run.evaluate(data, 'ema', ema)"
 
 
 def test_what_follows_the_last_evaluation_is_saved(kit):
