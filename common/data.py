@@ -70,7 +70,7 @@ class ResumableSampler(Sampler):
         dtype = torch.int32 if self.size < 2**31 else torch.int64
         order = torch.randperm(self.size, generator=generator, dtype=dtype)
         order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size]
-        order = order.clone().long() + (self.epoch * self.size if self.by_epoch else 0)
+        order = order.long() + (self.epoch * self.size if self.by_epoch else 0)
         for chunk in order.split(2**14):  # so many are Python numbers at a time
             yield from chunk.tolist()
 
