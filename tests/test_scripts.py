@@ -65,7 +65,7 @@ def test_bare_command_trains(kit, command):
 def modules_for(script):
     """The modules of `common` that the README names for a script on one machine."""
     rows = dict(
-        re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", (ROOT / "README.md").read_text().split("uses no other")[1], re.M)
+        re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", (ROOT / "README.md").read_text().split("## What to cut")[1], re.M)
     )
     text = rows[script].partition(";")[0]
     names = re.findall(r"`(\w+)`", text)
