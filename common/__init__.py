@@ -8,12 +8,11 @@ from pathlib import Path
 began = time.time()  # of this process, about: torch takes longer to import than all before
 script = Path(sys.argv[0]).resolve()
 if script.is_file() and script.parent == Path(__file__).resolve().parent.parent:
-    # One of the scripts starts, and imports this first. torch takes long, and Ctrl-C would show the stack of an import.
-    handler = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
+    # One of the scripts starts, and imports this first. torch takes long, and Ctrl-C would show the stack of an import:
+    # until `entry` sets Python's handler again, it ends the process without a word.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
-
-    signal.signal(signal.SIGINT, handler)
 
 # Said here, before a module imports of it what may be missing. ddp_multinode.sh does without torch at first.
 if torch := sys.modules.get("torch"):

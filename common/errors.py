@@ -74,6 +74,8 @@ def entry(main):
     @functools.wraps(main)
     def wrapper(*args):
         open_streams()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see common/__init__.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signals = {number: signal.getsignal(number) for number in stop_signals()}
         status, finished = 0, False
         try:

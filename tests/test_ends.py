@@ -55,10 +55,18 @@ def test_signal_to_the_parent(kit, number, status, shell):
     assert workers or result.err == ""
 
 
-@pytest.mark.parametrize("script", ["dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py"])
-def test_ctrl_c_while_torch_is_imported(kit, script):
+@pytest.mark.parametrize(
+    "script, module",
+    [
+        ("dp_train.py", "torch"),
+        ("ddp_spawn.py", "common.run"),
+        ("ddp_torchrun.py", "torch"),
+        ("model_parallel_ddp.py", "common.run"),
+    ],
+)
+def test_ctrl_c_while_a_module_is_imported(kit, script, module):
     """Python would show the stack of an import."""
-    hook = "def find_spec(self, name, *more):\n        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)"
+    hook = f"def find_spec(self, name, *more):\n        if name == '{module}': os.kill(os.getpid(), signal.SIGINT)"
     kit.first(f"import os, signal, sys\nclass Hook:\n    {hook}\nsys.meta_path.insert(0, Hook())")
     result = kit.run("python", "first.py", script)
     assert (result.status, result.out, result.err) == (-signal.SIGINT, "", "")
