@@ -11,8 +11,8 @@ BELOW = ["multinode", "agent", "spawn", "group", "faults", "store", "meeting", "
 BELOW += ["place", "ranks", "start", "errors", "waiting"]
 ORDER = ["check", *TO_READ, *BELOW]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
-LINES = {}
-IN_ALL, SCRIPT, SHELL, NAMES = 3250, 90, 46, 14
+LINES = {}  # of a file that may be longer
+IN_ALL, SCRIPT, SHELL, NAMES = 3224, 90, 46, 14
 
 
 def tree(path):
