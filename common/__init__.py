@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 began = time.time()  # of this process, about: torch takes longer to import than all before
-script = Path(sys.argv[0]).resolve()
-if script.is_file() and script.parent == Path(__file__).resolve().parent.parent:
-    # One of the scripts starts, and imports this first. torch takes long, and Ctrl-C would show the stack of an import:
-    # until `entry` sets Python's handler again, it ends the process without a word.
+script = Path(sys.argv[0])
+if script.is_file() and "\n@entry\n" in script.read_text("utf-8", "replace"):
+    # Such a script imports this first. torch takes long, and Ctrl-C would show the stack of an import: until `entry`
+    # sets Python's handler again, it ends the process without a word.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch

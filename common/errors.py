@@ -70,12 +70,12 @@ class Process:
 
 def entry(main):
     """Decorate the entry of a process: an error ends it in one line; success leaves together with the other ranks."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see common/__init__.py; all is imported now
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @functools.wraps(main)
     def wrapper(*args):
         open_streams()
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see common/__init__.py
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         signals = {number: signal.getsignal(number) for number in stop_signals()}
         status, finished = 0, False
         try:
