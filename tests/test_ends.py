@@ -1,5 +1,6 @@
 """However a run ends: no process, port or file is left, and the status says how it was."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -148,9 +149,10 @@ def listening(pids):
     sockets = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(entry.readlink())
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                target = str(entry.readlink())
+                if target.startswith("socket:["):
+                    sockets.add(target[8:-1])
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
