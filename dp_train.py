@@ -28,9 +28,8 @@ def choose_devices(args):
     visible = list(range(0 if args.device == "cpu" else torch.accelerator.device_count()))
     ids, output = args.device_ids or visible, args.output_device
     if not set(ids) <= set(visible) or len(set(ids)) < len(ids) or output not in [None, *ids]:
-        raise UserError(
-            f"devices {ids}, output {output}: take from {visible}, each once, and one of them for the output"
-        )
+        there = f"from {visible}, each once" if visible else f"none: {args.device} has no indices"
+        raise UserError(f"--device-ids {ids}, --output-device {output}: take {there}, the output's from the ids")
     return ids, torch.device(args.device, output if output is not None or not ids else ids[0])
 
 

@@ -5,7 +5,7 @@ import json
 import math
 
 from common import ranks
-from common.errors import RunError, UserError, describe
+from common.errors import RunError, UserError
 
 import torch
 
@@ -33,7 +33,7 @@ class Log:
         except (ImportError, OSError, UnicodeError) as error:
             if new and self.lines:
                 metrics.unlink()
-            raise UserError(f"{option}: {describe(error)}") from None
+            raise UserError(f"{option}: {getattr(error, 'strerror', None) or error}") from None
         self.write("start", {}, **vars(self.args), torch=torch.__version__, world_size=ranks.world_size())
 
     def write(self, event, measured, **values):

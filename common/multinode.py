@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib.util
 import os
 import shlex
 import signal
@@ -47,6 +48,8 @@ def options(arguments):
     if not Path(script).is_file() and not Path(HERE, script).is_file():
         fail(f"there is no script {Path(script).name} here")
     args.command[0] = script if Path(script).is_file() else str(HERE / script)
+    if not importlib.util.find_spec("torch"):
+        fail(f"{sys.executable} has no torch: activate the environment in which it is installed")
     return args
 
 

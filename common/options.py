@@ -1,6 +1,9 @@
 """The command line: the same names in every script."""
 
 import argparse
+import os
+import shutil
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -71,6 +74,9 @@ class Options(argparse.ArgumentParser):
                 torch.autocast(options.device, options.dtype, enabled=options.dtype is not None)
         except (RuntimeError, Warning) as error:
             raise UserError(f"--precision {options.precision} on {options.device}: {describe(error)}") from None
+        compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
+        if options.compile and options.device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
+            raise UserError(f"--compile needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
         return options
 
     def error(self, message):
@@ -93,7 +99,7 @@ def number(kind, low, high=2**32):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text} is not from {low:.15g} to {high:.15g}")
         return value
 
     parse.__name__ = kind.__name__  # argparse says it where a text is none

@@ -102,11 +102,20 @@ def check_same_weights(model):
 
     Of parameters that are sharded (DTensors) each rank has its own part, and nothing to compare.
     """
-    whole = [one.detach().cpu() for one in model.parameters() if not hasattr(one, "full_tensor")]
-    whole = [torch.view_as_real(one) if one.is_complex() else one for one in whole]
-    sums = [sum(one.double().sum().item() for one in some) for some in (whole, [one.abs() for one in whole])]
-    found = torch.tensor(gather_objects(sums), dtype=torch.float64).nan_to_num(nan=-1)
+    mine = {}
+    for name, values in model.named_parameters():
+        if not hasattr(values, "full_tensor"):
+            values = values.detach().cpu()
+            values = (torch.view_as_real(values) if values.is_complex() else values).double()
+            mine[name] = values.sum().item(), values.abs().sum().item()
+    first = from_rank(0, lambda: mine)
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
-    differs = ((found - found[0]).abs() > 1e-12 * found[0, 1]).any(1)
-    if differs.any():
-        raise RunError(f"the weights of rank {few(differs.nonzero().flatten().tolist())} differ from those of rank 0")
+    differs = [
+        name
+        for name, sums in mine.items()
+        if str(sums) != str(first[name])  # nan is not nan
+        and not all(abs(one - other) <= 1e-12 * first[name][1] for one, other in zip(sums, first[name], strict=True))
+    ]
+    found = gather_objects(differs[:1])
+    if some := [rank for rank, names in enumerate(found) if names]:
+        raise RunError(f"the weights of rank {few(some)} differ from those of rank 0, first in {found[some[0]][0]}")

@@ -28,7 +28,7 @@ def test_ranks_that_differ(kit, command):
     kit.fault("model.net2.bias.data += 1e-6")
     result = kit.run(*command, "--epochs", "1")
     assert result.status == 1
-    assert result.errors == ["error: the weights of rank 1 differ from those of rank 0"]
+    assert result.errors == ["error: the weights of rank 1 differ from those of rank 0, first in net2.bias"]
 
 
 @pytest.mark.parametrize(

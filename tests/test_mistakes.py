@@ -1,10 +1,11 @@
 """A mistake of the user's: one `error:` line, status 2, nothing written, nothing started."""
 
+import os
 import re
 from importlib.util import find_spec
 
 import pytest
-from harness import files, forked, torchrun
+from harness import PYTHON, files, forked, torchrun
 
 SCRIPTS = ("dp_train.py", "ddp_spawn.py", "ddp_torchrun.py", "model_parallel_ddp.py")
 
@@ -17,26 +18,24 @@ IN_EVERY_SCRIPT = {
     "--device tpu": "--device tpu: this torch finds cpu here",
     "--accum 7": "--batch-size 96 does not divide into",
     "--batch-size 1440": "--batch-size 1440 is more than the 1438 samples",
-    "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: FileNotFoundError: ",
-    "--metrics data": "--metrics data: IsADirectoryError: ",
+    "--metrics nowhere/m.jsonl": "--metrics nowhere/m.jsonl: No such file or directory",
+    "--metrics data": "--metrics data: Is a directory",
     "--metrics README.md": "--metrics README.md: there is a file of another kind, which",
     "--metrics x --snapshot ./x": "give each its own path",
     "--metrics x.prev --snapshot x": "give each its own path",
     "--snapshot data": "--snapshot data is a directory, a link or a device: give the path of a file",
     "--snapshot README.md/x": "--snapshot README.md/x: cannot write there: Not a directory",
-    "--tensorboard README.md": "README.md: FileExistsError: "
-    if find_spec("tensorboard")
-    else "--tensorboard README.md: ",
-    "--timeout 0.5": "argument --timeout: 0.5 is not from 1 to 1000000.0",
+    "--tensorboard README.md": "README.md: File exists" if find_spec("tensorboard") else "--tensorboard README.md: ",
+    "--timeout 0.5": "argument --timeout: 0.5 is not from 1 to 1000000",
     "--threads 9999": "argument --threads: 9999 is not from 1 to 1024",
     "--seed 1e3": "argument --seed: invalid int value: '1e3'",
     "--epochs 99999999999999999999": "argument --epochs: ",
     "--no-such-option": "unrecognized arguments: --no-such-option",
 }
 IN_ONE = {
-    "dp_train.py --device-ids 0,1": "devices [0, 1], output None: take from [], each once",
+    "dp_train.py --device-ids 0,1": "--device-ids [0, 1], --output-device None: take none: cpu has no indices",
     "dp_train.py --device-ids one": "argument --device-ids: invalid indices value: 'one'",
-    "dp_train.py --output-device 1": "devices [], output 1: take from []",
+    "dp_train.py --output-device 1": "--device-ids [], --output-device 1: take none: cpu has no indices",
     "ddp_spawn.py --nprocs 5": "does not divide into 5 processes × 1 micro-batches: the nearest that does is 95 or 100",
     "ddp_spawn.py --nprocs 4 --batch-size 3": "the nearest that does is 4",
     "ddp_spawn.py --backend mpi": "--backend mpi: this torch has gloo",
@@ -65,6 +64,20 @@ def test_mistake_that_each_script_tells(kit, script):
     for options, words in IN_EVERY_SCRIPT.items():
         check(kit, forked(script, *options.split()), words)
     assert files(kit.path) == before
+
+
+def test_compile_without_a_compiler(kit):
+    for script in SCRIPTS:
+        check(kit, forked(script, "--compile"), "error: --compile needs a C++ compiler", {"PATH": "/nowhere"})
+
+
+def test_shell_script_without_torch(kit):
+    python3 = kit.path / "bin" / "python3"
+    python3.parent.mkdir()
+    python3.write_text(f'#!/bin/sh\nexec {PYTHON} -S "$@"\n')  # without what is installed
+    python3.chmod(0o755)
+    command = ("./ddp_multinode.sh", "--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1")
+    check(kit, command, "has no torch: activate the environment", {"PATH": f"{python3.parent}:{os.environ['PATH']}"})
 
 
 @pytest.mark.parametrize(

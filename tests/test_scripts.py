@@ -175,7 +175,7 @@ def test_without_tensorboard(kit):
     (kit.path / "tensorboard.py").write_text("raise ImportError('not installed')")
     result = kit.run(*forked("ddp_spawn.py", "--tensorboard", "board"))
     assert result.status == 2
-    assert result.errors == ["error: --tensorboard board: ImportError: not installed"]
+    assert result.errors == ["error: --tensorboard board: not installed"]
 
 
 @pytest.mark.parametrize(
