@@ -14,13 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import communication, plots, sampler, scaling, simulation, snapshots, startup, steps, store, wall
+from benchmarks import communication, own, plots, sampler, scaling, simulation, snapshots, startup, steps, store, wall
 
 import torch
 
 RESULTS = Path(__file__).parent / "results.json"
 MEASURE = {
     "steps": steps.measure,
+    "own": own.measure,
     "scaling": scaling.measure,
     "communication": communication.measure,
     "startup": startup.measure,
@@ -33,6 +34,7 @@ MEASURE = {
 }
 QUICK = {
     "steps": {"sizes": ("default",), "starts": 1, "rounds": 2, "seconds": 0.01},
+    "own": {"epochs": 20},
     "scaling": {"sizes": ("default",), "starts": 1, "rounds": 2, "seconds": 0.01},
     "communication": {"sizes": ("default",), "rounds": 2, "seconds": 0.01},
     "startup": {"runs": 2},

@@ -58,7 +58,7 @@ def test_simulated_ranks_see_each_sample_once():
     assert len(set(sent)) == 1 and sent[0] == pytest.approx(4 * 2_186_250 / 1e6, abs=0.1)
 
 
-@pytest.mark.parametrize("name", ["communication", "wall", "sampler", "snapshots", "store", "losses"])
+@pytest.mark.parametrize("name", ["communication", "own", "wall", "sampler", "snapshots", "store", "losses"])
 def test_benchmark_runs(name):
     found = quick(name)
     if name == "losses":
