@@ -15,21 +15,18 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
-def check_sets(train_set, test_set):
-    """Return both. Raises `UserError` where one is empty, has no length, or another one on another machine."""
-    return check_set("train set", train_set), check_set("test set", test_set)
-
-
-def check_set(name, data):
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise UserError(
-            f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give a "
-            "dataset with __len__ and __getitem__"
-        )
-    ranks.check_same(f"the size of the {name}", len(data))
-    if not len(data):
-        raise UserError(f"the {name} is empty: see load_data in common/job.py")
-    return data
+def check_sets(*sets, names=("train set", "test set")):
+    """Return the sets. Raises `UserError` where one is empty, has no length, or another one on another machine."""
+    for name, data in zip(names, sets, strict=True):
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise UserError(
+                f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give "
+                "a dataset with __len__ and __getitem__"
+            )
+        ranks.check_same(f"the size of the {name}", len(data))
+        if not len(data):
+            raise UserError(f"the {name} is empty: see load_data in common/job.py")
+    return sets
 
 
 class ResumableSampler(Sampler):
