@@ -123,9 +123,9 @@ def test_loader(dataset, args, device, collate=None):
     Collectives in forward, as FSDP has them, need all ranks in each batch: a rank for which no sample is left sees
     sample 0 for company. It does not count, and it can be told: no share of a rank's own begins below the rank.
     """
-    rank, step = ranks.rank(), args.batch_size // args.accum
-    ends = [(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
-    shares = [range(start + rank, end, ranks.world_size()) or range(1) for start, end in ends]
+    indices, size = range(len(dataset)), args.batch_size // args.accum
+    shares = [indices[start : start + size][ranks.rank() :: ranks.world_size()] for start in indices[::size]]
+    shares = [share or range(1) for share in shares]
     return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device, collate))
 
 
