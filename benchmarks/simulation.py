@@ -12,10 +12,9 @@ from benchmarks.models import OTHERS
 from benchmarks.sampler import in_child
 from benchmarks.workers import run_ranks
 from common import job, ranks
-from common.agree import EachSecond
 from common.data import ResumableSampler, train_loader
 from common.options import Options
-from common.run import Run
+from common.run import EachSecond, Run
 
 import torch
 import torch.distributed as dist

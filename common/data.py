@@ -15,21 +15,18 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
-def check_sets(train_set, test_set):
-    """Return both. Raises `UserError` where one is empty, has no length, or another one on another machine."""
-    return check_set("train set", train_set), check_set("test set", test_set)
-
-
-def check_set(name, data):
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise UserError(
-            f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give a "
-            "dataset with __len__ and __getitem__"
-        )
-    ranks.check_same(f"the size of the {name}", len(data))
-    if not len(data):
-        raise UserError(f"the {name} is empty: see load_data in common/job.py")
-    return data
+def check_sets(*sets, names=("train set", "test set")):
+    """Return the sets. Raises `UserError` where one is empty, has no length, or another one on another machine."""
+    for name, data in zip(names, sets, strict=True):
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise UserError(
+                f"the {name} is a {type(data).__name__}, which has no samples to choose from, as each rank does: give "
+                "a dataset with __len__ and __getitem__"
+            )
+        ranks.check_same(f"the size of the {name}", len(data))
+        if not len(data):
+            raise UserError(f"the {name} is empty: see load_data in common/job.py")
+    return sets
 
 
 class ResumableSampler(Sampler):
@@ -126,9 +123,9 @@ def test_loader(dataset, args, device, collate=None):
     Collectives in forward, as FSDP has them, need all ranks in each batch: a rank for which no sample is left sees
     sample 0 for company. It does not count, and it can be told: no share of a rank's own begins below the rank.
     """
-    rank, step = ranks.rank(), args.batch_size // args.accum
-    ends = [(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
-    shares = [range(start + rank, end, ranks.world_size()) or range(1) for start, end in ends]
+    indices, size = range(len(dataset)), args.batch_size // args.accum
+    shares = [indices[start : start + size][ranks.rank() :: ranks.world_size()] for start in indices[::size]]
+    shares = [share or range(1) for share in shares]
     return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device, collate))
 
 

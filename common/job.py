@@ -1,8 +1,9 @@
 """The job: model, data, optimizer, loss and scores. Put your own here; the scripts use just the names below."""
 
-import warnings
 import zlib
 from pathlib import Path
+
+from common.errors import UserError
 
 import numpy
 import torch
@@ -45,26 +46,18 @@ class ToyMpModel(ToyModel):
         return self.net2(hidden.to(self.dev1))
 
 
-class DataError(Exception):
-    """Something is wrong with the data. An exception with an `exit_status` is told in one line, without a traceback."""
-
-    exit_status = 2
-
-
 def load_data():
     """(train set, test set), of samples (pixels: float [64] from 0 to 1, label: int64 from 0 to 9).
 
     A fifth of each digit's samples, chosen with a fixed seed, is the test set. Pixels have torch's default dtype.
-    Raises `DataError`.
+    Raises `UserError`, which is told in one line, without a traceback.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # numpy's, where the file is empty
-            table = torch.from_numpy(numpy.loadtxt(DIGITS, dtype=numpy.int64, delimiter=",", ndmin=2))
-    except (OSError, EOFError, ValueError, UserWarning, zlib.error) as error:
-        raise DataError(f"{DIGITS}: {getattr(error, 'strerror', None) or error}") from None
+        table = torch.from_numpy(numpy.loadtxt(DIGITS, dtype=numpy.int64, delimiter=",", ndmin=2))
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UserError(f"{DIGITS}: {getattr(error, 'strerror', None) or error}") from None
     if table.shape[1:] != (65,) or not 0 <= table.min() <= table.max() <= 16 or table[:, 64].max() > 9:
-        raise DataError(f"{DIGITS}: each row needs 64 grey levels from 0 to 16, and a digit")
+        raise UserError(f"{DIGITS}: each row needs 64 grey levels from 0 to 16, and a digit")
     pixels, labels = table[:, :64] / 16, table[:, 64]
 
     shuffle = torch.Generator().manual_seed(0)

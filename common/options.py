@@ -66,8 +66,6 @@ class Options(argparse.ArgumentParser):
             raise UserError("--metrics, --tensorboard and --snapshot, with its .prev and .tmp: give each its own path")
         options.device = device_type(options.device)
         options.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
-        if (options.precision, options.device) == ("fp64", "mps"):
-            raise UserError("--precision fp64: mps has no float64")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # torch warns, and goes on in fp32

@@ -7,18 +7,38 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from common import job, ranks, snapshot, states
-from common.agree import EachSecond, arrange_gradients, check_names, listen
-from common.data import ResumableSampler, check_set, iterate, move, test_loader
-from common.errors import RunError, Stopped, UserError, process
+from common.data import ResumableSampler, check_sets, iterate, move, test_loader
+from common.errors import Stopped, UserError, process
 from common.log import Log, weights_sha256
 from common.loop import Loop
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-# Where a run is, as a snapshot has it. step: in the epoch; loss_sum: the epoch's, of mean losses; lr: the last learning
-# rate; ended: the epoch, by a break; finished: the run.
+# Where a run is, as a snapshot has it. step: in the epoch; loss_sum: of the epoch's steps, this rank's, in a snapshot
+# the mean over the ranks; lr: the last learning rate; ended: the epoch, by a break; finished: the run.
 POSITION = {"epoch": 0, "step": 0, "step_count": 0, "loss_sum": 0.0, "lr": math.nan, "ended": False, "finished": False}
+
+
+class EachSecond:
+    """An exchange among the ranks after the same steps on all of them, about one a second."""
+
+    def __init__(self, device):
+        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
+
+    def most(self, numbers):
+        """To be called after each step. `numbers` returns this rank's.
+
+        Returns the greatest of each over the ranks after the steps at which they exchange them, else [].
+        """
+        self.left -= 1
+        if self.left:
+            return []
+        now = time.monotonic()
+        seconds, *most = ranks.most([now - self.start, *numbers()], self.device)
+        # The same on all ranks. It doubles at most, so that one fast step does not put the next exchange far off.
+        self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
+        self.start = now
+        return most
 
 
 class Run(Loop):
@@ -32,43 +52,29 @@ class Run(Loop):
     def __init__(self, args, loader, wrapped, *, model, **named):
         self.args, self.loader, self.wrapped, self.model = args, loader, wrapped, model
         self.named, self.sampler = {"model": model, **named}, loader.sampler
-        for name, one in self.named.items():
-            if name == "run" or not states.has_state(one):
-                raise UserError(
-                    f"Run(…, {name}=…) is a {type(one).__name__}: what is named needs state_dict and load_state_dict, "
-                    "or is a dict or a torch.Generator; and no name is run"
-                )
+        states.check(self.named)
         if not isinstance(self.sampler, ResumableSampler) or len(loader) != self.sampler.steps * args.accum:
             raise UserError("Run: the loader is not train_loader's, by which each rank sees its samples: use that")
-        self.device = torch.empty(0, device=args.device).device
-        super().__init__(model, wrapped, named.values())
+        self.device = torch.device(args.device)
         vars(self).update(POSITION)
         self.scores, self.words, self.test_loaders = {}, [], {}
         self.doing, process.where = "the start", lambda: self.doing or self._at(1)  # "" in the loop over micro-batches
+        super().__init__(model, wrapped, named.values())
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         states.seed(args.seed)
-        self.saved, self.signal = None, []  # the newest snapshot's position, the signal that stops this run
-        self.snapshots = SimpleNamespace(failed=lambda: False, finish=lambda: None)
+        self.signal = []  # that stops this run
+        self.snapshots = SimpleNamespace(save=lambda _: None, saved=None, failed=lambda: False, finish=lambda: None)
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
             if position := self.snapshots.resume():
-                self._resume(position)
-            self.signal = listen()
-        if ranks.world_size() > 2:
-            arrange_gradients(wrapped)
+                vars(self).update(position)
+                hint = ": nothing left to train, but with more --epochs or --steps"
+                hint = "" if self._left() or self._epochs_left() else hint
+                ranks.say(f"goes on from {args.snapshot} after {self._at()}, {self.step_count} in all{hint}")
+            self.signal = snapshot.listen()
         self.in_training, self.in_evaluation = EachSecond(self.device), EachSecond(self.device)
         self.output = Log(args)
         ranks.from_rank(0, self.output.open)  # last, since it writes
-
-    def _resume(self, position):
-        # An older state of the kit has written less.
-        vars(self).update({name: value for name, value in position.items() if name in POSITION and value is not None})
-        self.saved, more = self._position(), self._left() or self._epochs_left()
-        hint = "" if more else ": nothing left to train, but with more --epochs or --steps"
-        ranks.say(f"goes on from {self.args.snapshot} after {self._at()}, {self.step_count} in all{hint}")
-
-    def _position(self):
-        return {name: getattr(self, name) for name in POSITION}
 
     def _at(self, more=0):
         return f"step {min(self.step + more, self.sampler.steps)}/{self.sampler.steps} of epoch {self.epoch + 1}"
@@ -84,7 +90,7 @@ class Run(Loop):
     def epochs(self):
         """Iterate over the numbers of the epochs, from 0; after the last, compare the ranks' weights and report."""
         if self.args.snapshot:
-            check_names(self.named.values(), self.wrapped)
+            states.check_all_named(self.named.values(), self.wrapped)
         while True:  # an epoch whose steps were all taken is entered again, for its evaluation alone
             if not self.finished or self._left() or not self._epochs_left():
                 yield self.epoch
@@ -95,42 +101,13 @@ class Run(Loop):
             self.epoch, self.step, self.loss_sum, self.ended = self.epoch + 1, 0, 0.0, False
         self._finish()
 
-    def _settle(self):
-        """Come to terms with a `break` in the loop over the micro-batches: all ranks must have made it."""
-        if not self.broken:
-            return
-        self.broken, taken = False, self.step_due and not self._mistake(self.args.accum)
-        if process.watch and not process.watch.all_leave(f"step {self.step_count + taken}"):
-            raise RunError(
-                f"rank {ranks.rank()} left the loop over the batches in {process.where()}, and others did not: break "
-                "on all ranks at the same step, for example by what run.evaluate returns, which is the same on all"
-            )
-        if taken:
-            self._count()
-        self._forget()
-        self.wrapped.zero_grad()  # of micro-batches without a step
-        self.ended = True
-        self._close()
-
-    def _close(self):
-        """Close the loop over the micro-batches of an epoch."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.seconds += time.perf_counter()
-        self._save()
-        self.doing = f"the end of epoch {self.epoch + 1}"
-
     def _save(self):
-        """Sum the losses, and save where there are snapshots and something is new."""
-        new = self._position() != self.saved
-        self._sum_losses()
-        if self.args.snapshot and new:
-            self.saved = self._position()
-            self.snapshots.save(self.saved)
+        self._sum_losses()  # of a step whose loss is not finite nothing is saved
+        self.snapshots.save({name: getattr(self, name) for name in POSITION})
 
     def _news(self):
-        self._look_at_losses()
-        return [*self.signal, 0][0], not math.isfinite(self.share), self.snapshots.failed()
+        self._read_losses()
+        return [*self.signal, 0][0], not math.isfinite(self.loss_sum), self.snapshots.failed()
 
     def _exchange(self, each_second):
         """About once a second: stop, or fail, where a rank has a reason to: a signal, its losses, its snapshot."""
@@ -158,7 +135,7 @@ class Run(Loop):
         doing, began, in_epoch = self.doing, time.perf_counter(), not self.doing
         self.doing = f"the evaluation after {self._at() if in_epoch else f'epoch {self.epoch + 1}'}"
         if name not in self.test_loaders or self.test_loaders[name].dataset is not data:
-            check_set(f"{name} set", data)
+            check_sets(data, names=[f"{name} set"])
             self.test_loaders[name] = test_loader(data, self.args, self.device, self.loader.collate_fn)
         ranks.share_buffers(model)
         modes = [(module, module.training) for module in model.modules()]
@@ -167,9 +144,7 @@ class Run(Loop):
         device = next(model.parameters()).device
         for share, (inputs, labels) in zip(loader.batch_sampler, iterate(loader), strict=True):
             with torch.autocast(self.args.device, self.args.dtype, enabled=self.args.dtype is not None):
-                outputs = model(move(inputs, device))
-                there = [value.device for value in tree_leaves(outputs) if isinstance(value, torch.Tensor)]
-                scores = job.score(outputs, move(labels, there[0] if there else device))
+                scores = job.score(move(model(move(inputs, device)), device), move(labels, device))
             if not isinstance(scores, dict) or any(torch.as_tensor(value).ndim for value in scores.values()):
                 kind = type(scores).__name__
                 raise UserError(f"job.score returned a {kind}: return {{name: sum over the samples, a scalar}}")
@@ -192,6 +167,11 @@ class Run(Loop):
         self.output.write("eval", self.scores, epoch=self.epoch + 1, step=step, set=name, total=len(data))
         return self.scores
 
+    @property
+    def loss(self):
+        """The epoch's mean loss, as of when the ranks last added theirs up."""
+        return self.loss_sum / self.step if self.step else math.nan
+
     def _training(self):
         return f"loss {self.loss:.4f}", f"lr {self.lr:.4g}"
 
@@ -206,7 +186,8 @@ class Run(Loop):
         self._save()  # what follows the last evaluation, such as the best weights, as well
         self.snapshots.finish()
         ranks.check_same_weights(self.model)
-        speed, seconds = self.samples / self.seconds if self.seconds else 0.0, time.time() - self.args.began
+        speed = self.taken * self.args.batch_size / self.seconds if self.seconds else 0.0
+        seconds = time.time() - self.args.began
         words = [f"done: {self.epoch + 1} epochs, {self.step_count} steps", *self._training(), *self.words]
         words.append(f"{speed:.0f} samples/s")
         if hasattr(device := torch.get_device_module(self.device), "max_memory_allocated"):

@@ -4,15 +4,31 @@ import os
 import pickle
 import re
 import secrets
+import signal
+import time
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from common import ranks
-from common.errors import RunError, UserError, process
-from common.states import copied, generators, get_states, hyperparameters, is_own, seed, set_state, shapes
+from common import ranks, states
+from common.errors import RunError, UserError, process, stop_signals
 
 import torch
+
+
+def listen():
+    """Note SIGTERM, Ctrl-C or a closed terminal. Returns a list: empty, or the signal's number first."""
+    received = []
+
+    def receive(number, frame):
+        if not received:
+            received.extend([number, time.monotonic()])
+        elif time.monotonic() - received[1] > 1:  # sooner it is the same one, which the launcher passes on
+            os._exit(128 + number)
+
+    for number in stop_signals():
+        signal.signal(number, receive)
+    return received
 
 
 class Snapshots:
@@ -26,12 +42,12 @@ class Snapshots:
 
     def __init__(self, args, named, wrapped, size):
         """named: {name: object}; wrapped: the model as it is trained; size: of the train set. Raises `UserError`."""
-        self.path, self.named, self.generators = args.snapshot, named, generators(wrapped)
+        self.path, self.named, self.wrapped = args.snapshot, named, wrapped
         self.previous, self.temporary = Path(f"{self.path}.prev"), Path(f"{self.path}.tmp")
         self.settings = {"--seed": args.seed, "--batch-size": args.batch_size, "--lr": args.lr}
         self.settings |= {"size of the train set": size, "the names": ", ".join(sorted(named))}
-        self.settings |= hyperparameters(named)
-        self.thread, self.writing = ThreadPoolExecutor(1), Future()
+        self.settings |= states.description(named)
+        self.thread, self.writing, self.saved = ThreadPoolExecutor(1), Future(), None  # saved: the newest's position
         self.writing.set_result(None)
         process.at_end.callback(self.finish)
         ranks.from_rank(0, self._check_place)
@@ -50,26 +66,31 @@ class Snapshots:
         run = state["run"]
         own, same = run["own"][ranks.rank() % run["world_size"]], run["world_size"] == ranks.world_size()
         if not same:
-            seed(run["settings"]["--seed"], run["position"]["step_count"])
+            states.seed(run["settings"]["--seed"], run["position"]["step_count"])
         for name, one in self.named.items():
             if same or not isinstance(one, torch.Generator):
-                set_state(one, own["states"].get(name, state[name]))
+                states.set_state(one, own["states"].get(name, state[name]))
             else:
                 one.manual_seed(torch.initial_seed())
-        for name, (_, set_one) in self.generators.items() if same else []:
-            set_one(own["random"][name])
-        return run["position"]
+        if same:
+            states.set_random(self.wrapped, own["random"])
+        self.saved = run["position"]
+        return self.saved
 
     def save(self, position):
-        """Call `finish`, copy what a snapshot holds, and let a thread of rank 0 write it while the training goes on."""
+        """Call `finish`, copy what a snapshot holds, and let a thread of rank 0 write it while the training goes on.
+
+        Where nothing was trained since the last one, there is nothing to save.
+        """
+        if position == self.saved:
+            return
         self.finish()
-        states = get_states(self.named)
-        own = {
-            "random": {name: get() for name, (get, _) in self.generators.items()},
-            "states": copied({name: state for name, state in states.items() if is_own(self.named[name], state)}),
-        }
+        self.saved = position
+        state = {name: states.access(one)[0]() for name, one in self.named.items()}
+        small = {name: value for name, value in state.items() if states.is_own(self.named[name], value)}
+        own = {"random": states.get_random(self.wrapped), "states": states.copied(small)}
         own = ranks.gather_objects(own, everywhere=False)
-        state = copied(states, keep=ranks.rank() == 0)
+        state = states.copied(state, keep=ranks.rank() == 0)
         if ranks.rank() == 0:
             state["run"] = {
                 "position": position,
@@ -108,7 +129,7 @@ class Snapshots:
                 if damaged := file.testzip():  # torch does not look at the checksums that it writes
                     raise ValueError(f"{damaged} in it is damaged")
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            there = state["run"]["settings"] | shapes(self.named, state)
+            there = state["run"]["settings"]
         except Exception as error:  # whatever a foreign file brings about
             several = process.watch and not process.watch.ranks.one_machine
             where = f" on {ranks.this_machine()}" if several else ""
@@ -116,9 +137,8 @@ class Snapshots:
                 f"--snapshot {self.path}{where} is no whole snapshot of this kit ({_cause(error)}): `mv "
                 f"{self.previous} {self.path}` to go on from the one before, if any, or give another path to start anew"
             ) from None
-        here = self.settings | shapes(self.named, get_states(self.named))
-        for name in [*here, *there]:
-            saved, mine = there.get(name, "absent"), here.get(name, "absent")
+        for name in [*self.settings, *there]:
+            saved, mine = there.get(name, "absent"), self.settings.get(name, "absent")
             if saved != mine and str(saved) != str(mine):  # nan is not nan, and 0 is 0.0
                 raise UserError(
                     f"--snapshot {self.path} is of a run with {name} {saved}, this run has {mine}: change that back, "

@@ -1,10 +1,12 @@
-"""The states of what is named, and of random generators: reading, copying, comparing, loading, sharding."""
+"""The states of what is named, and of random generators: reading, copying, describing, loading, sharding."""
 
 import copy
+import gc
 import json
 import random
 
 from common import ranks
+from common.errors import UserError
 
 import numpy
 import torch
@@ -23,19 +25,62 @@ def access(one):
     return getattr(one, "state_dict", None), getattr(one, "load_state_dict", None)
 
 
-def has_state(one):
-    return all(map(callable, access(one)))
+def check(named):
+    """Raise `UserError` where a named object has no state."""
+    for name, one in named.items():
+        if name == "run" or not all(map(callable, access(one))):
+            raise UserError(
+                f"Run(…, {name}=…) is a {type(one).__name__}: what is named needs state_dict and load_state_dict, "
+                "or is a dict or a torch.Generator; and no name is run"
+            )
 
 
-def get_states(named):
-    return {name: access(one)[0]() for name, one in named.items()}
+def check_all_named(named, model):
+    """Raise `UserError` where an optimizer of the model, or its schedule, is not among the named."""
+    kinds, weights = (LRScheduler, Optimizer), set(map(id, model.parameters()))
+    known = [one for one in named if isinstance(one, kinds)]
+    for one in known:  # SequentialLR and ChainedScheduler hold others, which may do so too
+        known += getattr(one, "_schedulers", [])
+    for one in gc.get_objects():
+        if issubclass(type(one), kinds) and not any(one is other for other in known):
+            groups = getattr(getattr(one, "optimizer", one), "param_groups", [])
+            if any(id(value) in weights for group in groups for value in group["params"]):
+                raise UserError(
+                    f"the script has a {type(one).__name__} that is not named in Run, so that a snapshot would lose "
+                    "it: write Run(…, name=it)"
+                )
+
+
+def description(named):
+    """{words: plain value} of what makes a job this one: the shapes and dtypes of modules' tensors, and what the script
+    gave optimizers and schedules, which loading would override.
+    """
+    found, ignored = {}, {"params", "param_names", "foreach", "fused", "capturable", "_last_lr"}
+    for name, one in named.items():
+        for key, value in one.state_dict().items() if isinstance(one, nn.Module) else []:
+            if isinstance(value, torch.Tensor):
+                found[f"{name}'s {key}"] = f"{list(value.shape)} {value.dtype}"
+        if isinstance(one, (LRScheduler, Optimizer)):
+            found[f"{name}'s class"] = type(one).__name__
+            groups = one.param_groups if isinstance(one, Optimizer) else [one.state_dict()]
+            for number, group in enumerate(groups):
+                left_out = ignored | ({"lr"} if "initial_lr" in group else set())  # the schedule has changed lr
+                of_group = f" of group {number}" if len(groups) > 1 else ""
+                found |= {f"{name}'s {key}{of_group}": group[key] for key in group if key not in left_out}
+    return plain(found)
+
+
+def plain(value):
+    """A value in the types of JSON, which can be saved and compared."""
+    plain = json.dumps(value, default=lambda one: one.tolist() if hasattr(one, "tolist") else type(one).__name__)
+    return json.loads(plain)
 
 
 def set_state(one, state):
     """Load a state of a named object, which may lie in a file that is mapped into memory."""
     if isinstance(one, nn.Module):
-        mine = one.state_dict()
-        state = {name: sharded_like(mine.get(name), value) for name, value in state.items()}
+        state, mine = copy.copy(state), one.state_dict()  # a copy that keeps the versions of the modules
+        state.update({name: sharded_like(mine.get(name), value) for name, value in state.items()})
     else:
         state = copy.deepcopy(state)  # else the object would keep the file's memory
     if isinstance(one, Optimizer):
@@ -80,36 +125,6 @@ def copied(state, keep=True):
     return copy.deepcopy(state, new) if keep else None
 
 
-def hyperparameters(named):
-    """{words: plain value} of what the script gave optimizers and schedules, which loading would override."""
-    found, ignored = {}, {"params", "param_names", "foreach", "fused", "capturable", "_last_lr"}
-    for name, one in named.items():
-        if isinstance(one, (LRScheduler, Optimizer)):
-            found[f"{name}'s class"] = type(one).__name__
-            groups = one.param_groups if isinstance(one, Optimizer) else [one.state_dict()]
-            for number, group in enumerate(groups):
-                left_out = ignored | ({"lr"} if "initial_lr" in group else set())  # the schedule has changed lr
-                of_group = f" of group {number}" if len(groups) > 1 else ""
-                found |= {f"{name}'s {key}{of_group}": group[key] for key in group if key not in left_out}
-    return plain(found)
-
-
-def plain(value):
-    """A value in the types of JSON, which can be saved and compared."""
-    known = json.dumps(value, default=lambda one: one.tolist() if hasattr(one, "tolist") else type(one).__name__)
-    return json.loads(known, object_hook=lambda found: {key: found[key] for key in found if key != "_last_lr"})
-
-
-def shapes(named, states):
-    """{words: shape and dtype} of the tensors in modules' states."""
-    return {
-        f"{title}'s {name}": f"{list(value.shape)} {value.dtype}"
-        for title, one in named.items()
-        for name, value in (states.get(title, {}) if isinstance(one, nn.Module) else {}).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
 def devices(model):
     """The accelerators on which this process trains, the outputs' among them."""
     found = {parameter.device for parameter in model.parameters()}
@@ -126,15 +141,19 @@ def seed(*numbers):
     torch.manual_seed(number)
 
 
-def generators(model):
-    """{name: (get, set)} of the states of this rank's random generators, in plain types."""
-    modules = [(torch.get_device_module(device), device) for device in devices(model)]
+def get_random(model):
+    """The states of this rank's random generators, in plain types."""
     return {
-        "python": (random.getstate, random.setstate),
-        "numpy": (lambda: plain(numpy.random.get_state()), numpy.random.set_state),
-        "cpu": (torch.get_rng_state, torch.set_rng_state),
-        "devices": (
-            lambda: [module.get_rng_state(device) for module, device in modules],
-            lambda states: [one.set_rng_state(state, at) for (one, at), state in zip(modules, states, strict=False)],
-        ),
+        "python": random.getstate(),
+        "numpy": plain(numpy.random.get_state()),
+        "cpu": torch.get_rng_state(),
+        "devices": [torch.get_device_module(device).get_rng_state(device) for device in devices(model)],
     }
+
+
+def set_random(model, state):
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    for device, one in zip(devices(model), state["devices"], strict=False):
+        torch.get_device_module(device).set_rng_state(one, device)

@@ -12,7 +12,7 @@ import os
 import sys
 
 from common import job
-from common.agree import arrange_gradients
+from common.loop import arrange_gradients
 
 import torch
 import torch.distributed as dist

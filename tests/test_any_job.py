@@ -284,6 +284,24 @@ def test_models_as_torch_has_them(kit):
     assert saved["tied"].data_ptr() == saved["net2.weight"].data_ptr()
 
 
+def test_versions_of_modules_are_loaded():
+    """By them a module knows in which form an older one saved its state."""
+    from common.states import set_state
+
+    loaded = []
+
+    class Versioned(torch.nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            loaded.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    layer = Versioned(1, 1)
+    set_state(layer, layer.state_dict())
+    assert loaded == [7]
+
+
 @slow
 @pytest.mark.parametrize("code", ["find_unused_parameters=True,", "bucket_cap_mb=0.01,"])
 def test_other_order_of_gradients(kit, code):
