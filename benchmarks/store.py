@@ -3,11 +3,13 @@
 Threads play the ranks, eight to a machine, each with a connection of its own; all share the cores of this machine.
 """
 
+import io
 import multiprocessing
 import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 from datetime import timedelta
 from threading import Barrier
 
@@ -81,7 +83,7 @@ def play(world_size, port):
         line = timed("tell of a dead rank", lose if number != 3 else lambda: None)
         assert number == 3 or line.startswith("rank 3 on host0 is gone"), line
 
-    with ThreadPoolExecutor(world_size) as threads:
+    with redirect_stderr(io.StringIO()), ThreadPoolExecutor(world_size) as threads:  # each machine tells it
         for future in [threads.submit(rank, number) for number in range(world_size)]:
             future.result()
     return {what: round(passed, 2) for what, passed in found.items()}

@@ -6,11 +6,12 @@ import socket
 import sys
 from datetime import timedelta
 
-from common import faults, meeting, watch
+from common import meeting
 from common.errors import RunError, process
 from common.place import local_devices, resolve_backend
 from common.ranks import say, this_machine
 from common.start import prepare
+from common.watch import Watch
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,6 @@ import torch.distributed as dist
 # before there is a group, they do not, and gloo's threads end with it. Else one of them could abort the interpreter
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
-
-process.tell = faults.tell
 
 
 def join(args, ranks=None, each=1):
@@ -60,10 +59,12 @@ def setup(args, ranks, devices):
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
     store, host = open_store(ranks, timeout)
+    watch = Watch(store, ranks, args.timeout)
+    watch.announce()
     address = meeting.meet(store, host, ranks, args)
-    if ranks.world_size > 1:
-        process.watch = watch.Watch(store, ranks, args.timeout)
-        process.watch.begin(args.backend)
+    if ranks.world_size > 1 or process.watch:  # a parent waits for what it says
+        process.watch = watch
+        watch.begin(args.backend)
     try:
         dist.init_process_group(
             args.backend,
@@ -80,8 +81,6 @@ def setup(args, ranks, devices):
             f"{this_machine()}: the ranks did not connect ({str(error).partition(chr(10))[0]}): one of them "
             "failed meanwhile, or not all ports are open between the machines"
         ) from None
-    if process.watch:
-        process.watch.joined()
     process.at_end.callback(leave)
     threads = torch.get_num_threads()
     say(f"world size {ranks.world_size}, device {args.device}, backend {args.backend}, threads per process {threads}")
