@@ -19,9 +19,10 @@ def examine(watch):
     end = time.monotonic() + PATIENCE
     while True:
         late = time.monotonic() > end
-        for rank in [rank for rank, state in watch.silent().items() if state == "gone"]:
+        for rank in [rank for rank, state in watch.silent(watch.reports()).items() if state == "gone"]:
             watch.report("gone", *how_ended(watch.children[rank].exitcode if watch.children else None), gone=rank)
-        reports, states = watch.reports(), watch.silent()
+        reports = watch.reports()
+        states = watch.silent(reports)
         kinds = {report["kind"] for report in reports.values()}
         # Of one that is gone, those who lost it know where.
         if late or "own" in kinds or kinds >= {"gone", "lost"} or all(state == "stopped" for state in states.values()):

@@ -131,7 +131,7 @@ class Watch:
         if self.signal or isinstance(error, KeyboardInterrupt):
             number = self.signal or signal.SIGINT
             # torchrun ends all, perhaps since one is gone.
-            lost = "TORCHELASTIC_RUN_ID" in os.environ and "gone" in self.silent().values()
+            lost = "TORCHELASTIC_RUN_ID" in os.environ and "gone" in self.silent(self.reports()).values()
             return "lost" if lost else "signal", number.name, 128 + number, ""
         if is_lost(error):
             return "lost", describe(error), 1, ""
@@ -160,11 +160,11 @@ class Watch:
             found.setdefault(report["rank"], report)
         return found
 
-    def silent(self):
-        """{rank: state} of the ranks that left no report and did not finish; see `state`."""
+    def silent(self, reports):
+        """{rank: state} of the ranks that left none of the reports and did not finish; see `state`."""
         everyone = range(self.ranks.world_size)
         self._fetch([f"process {rank}" for rank in everyone])
-        states = {rank: self.state(rank) for rank in set(everyone) - set(self.reports())}
+        states = {rank: self.state(rank) for rank in set(everyone) - set(reports)}
         return {rank: state for rank, state in sorted(states.items()) if state != "finished"}
 
     def examine(self):
