@@ -33,10 +33,6 @@ class UserError(RunError):
     exit_status = 2
 
 
-class Stopped(Exception):
-    """All ranks stop, as a signal asked them to, after the snapshot was written: status 128 + its number."""
-
-
 class Process:
     """What belongs to this process as a whole, from the beginning of `entry` to its end.
 
@@ -55,7 +51,6 @@ class Process:
         backends = self.backends
         if not finished:
             kill_workers()  # they may be in the midst of something, and would be waited for
-        self.at_end.pop_all()
         self.__init__()
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
         # threads: one that lets go of a tensor while the interpreter ends would abort the process. Neither DDP nor the
@@ -74,18 +69,16 @@ def entry(main):
     def wrapper(*args):
         open_streams()
         signals = {number: signal.getsignal(number) for number in stop_signals()}
-        status, finished = 0, False
+        status = 1
         try:
             main(*args)
             process.at_end.close()
-            finished = True
-        except Stopped as stopped:
-            status = 128 + stopped.args[0]
+            status = 0
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             status = process.watch.tell(error) if process.watch else tell(error)
         finally:
             met = process.watch is not None
-            process.let_go(finished)
+            process.let_go(finished=not status)
         if not met and status < 128:  # else a launcher that ends the ranks may signal this one once more
             for number, handler in signals.items():  # a notebook goes on
                 signal.signal(number, handler)

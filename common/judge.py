@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from common.waiting import few
+from common.ranks import few
 
 KINDS = "own", "gone", "signal", "lost"
 PATIENCE = 4  # seconds in which the ranks that live report

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from common.errors import RunError, UserError, write_error
-from common.waiting import few, label
+from common.ranks import few, label
 
 import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from common import job, ranks, snapshot, states
 from common.agree import EachSecond, arrange_gradients, check_names, listen
 from common.data import ResumableSampler, check_set, iterate, move, test_loader
-from common.errors import RunError, Stopped, UserError, process
+from common.errors import RunError, UserError, process
 from common.log import Log, weights_sha256
 from common.loop import Loop
 
@@ -141,7 +142,7 @@ class Run(Loop):
             at = f"{self._at()}, {self.step_count} in all"
             ranks.say(f"stopped by {name} after {at}: the same command goes on from {self.args.snapshot}")
             process.at_end.close()
-            raise Stopped(int(found[0]))
+            sys.exit(128 + int(found[0]))
 
     @torch.no_grad()
     def evaluate(self, data, name="test", model=None):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from common.errors import RunError, UserError
 from common.meeting import PAUSE, Waiting, deadline
-from common.waiting import is_literal_loopback, is_loopback
+from common.ranks import is_literal_loopback, is_loopback
 
 import torch.distributed as dist
 

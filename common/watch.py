@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import describe, leave_for_torchrun, process, stop_signals, write_error
 from common.judge import PATIENCE, examine
 from common.meeting import comes, deadline
-from common.waiting import few
+from common.ranks import few
 
 import torch.distributed as dist
 
