@@ -39,12 +39,12 @@ class Process:
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
     first, and failure drops it. where: a function that says where in its training this process is. watch: what the
     ranks let each other know of their failures, once they have met (`watch.Watch`); it tells of them. node: the rank of
-    this machine. backends: the process group's that was left; see `let_go`.
+    this machine; address: by which others reach it, or None. backends: the process group's that was left, see `let_go`.
     """
 
     def __init__(self):
         self.at_end, self.where, self.node = contextlib.ExitStack(), lambda: "the start", 0
-        self.watch = self.backends = None
+        self.watch = self.address = self.backends = None
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""

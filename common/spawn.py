@@ -91,20 +91,15 @@ def spawned(rank, world_size, path):
 
     Also sets the variables that torchrun sets, and lets the parent know how it ends; see `wait_for_ranks`.
     """
-
-    def interrupt(number, frame):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches this process from the terminal and from the parent
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    hold_signals(False)
-    die_with_parent()
-    mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
+    die_with_parent()  # first: without it the file is gone, and torch would wait for it
     places = rank, world_size, rank, world_size
+    ranks = Ranks(*places, "mp.spawn", f"file://{path}")
+    watch = process.watch = Watch(dist.FileStore(path, -1), ranks)
+    signal.signal(signal.SIGINT, watch.receive)
+    hold_signals(False)
+    mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, places), strict=True))
-    ranks = Ranks(*places, "mp.spawn", f"file://{path}")
-    watch = process.watch = Watch(dist.FileStore(path, -1), ranks)  # until they have met
     process.at_end.callback(lambda: watch.store.set(f"finished {rank}", ""))
     return ranks
 
@@ -116,14 +111,14 @@ def wait_for_ranks(context, path):
     """
     hold_signals(False)
     children, count = context.processes, len(context.processes)
-    watch = Watch(dist.FileStore(path, -1), Ranks(world_size=count, local_world_size=count), children=children)
+    watch = Watch(dist.FileStore(path, -1), Ranks(world_size=count, local_world_size=count), children)
     while "gone" not in (states := [watch.state(rank) for rank in range(count)]) and set(states) != {"finished"}:
         running = [child for child, state in zip(children, states, strict=True) if state != "finished"]
         connection.wait([child.sentinel for child in running])
-    line, details, status = "", "", max(child.exitcode or 0 for child in children)
+    status = max(child.exitcode or 0 for child in children)
     if "gone" in states:
         line, details, status = examine(watch)
-    if line:
-        write_error(line, details)
+        if line:
+            write_error(line, details)
     if status:
         sys.exit(status)

@@ -29,37 +29,36 @@ class Watch:
     numbered as they come, each is fetched once, and one rank of each machine judges for all there, or their parent.
     """
 
-    def __init__(self, store, ranks, timeout=0, children=()):
-        """timeout: seconds. children: the ranks' processes, where this one is their parent."""
-        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
+    def __init__(self, store, ranks, children=()):
+        """children: the ranks' processes, where this one is their parent."""
+        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, 0  # until they have met
         self.ended, self.signal, self.host, self.server = False, None, socket.gethostname(), "rank 0"
         self.has_parent = ranks.launcher == "mp.spawn"  # which judges, and passes signals on
         self.serves = ranks.rank == 0 and not (ranks.serves_store or self.has_parent)
-        self.children, self.fetched = children, {}  # what is in the store, or known without
+        self.children, self.fetched = children, {}  # of what is in the store
         for rank, child in enumerate(children):
-            self.fetched[f"process {rank}"] = [self.host, child.pid, _process_space()]
+            self.announce(rank, child.pid)
 
-    def announce(self, pid=None):
-        """Let the others know this process; before they meet."""
-        self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
+    def announce(self, rank, pid):
+        """Let the others know the process of a rank; before they meet."""
+        self.store.set(f"process {rank}", json.dumps([self.host, pid, _process_space()]))
 
-    def begin(self, backend):
+    def begin(self, args):
         """Let signals that end this process come out as its fault; after all have met."""
-        self.server = self.names([0])  # while the store can be asked
+        self.timeout, self.server = args.timeout, self.names([0])  # while the store can be asked
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR2)  # shows the stacks
         faulthandler.enable()  # NCCL aborts a process whose collective takes too long
         # With NCCL no handler could run while this process waits for the others.
-        if not self.has_parent and backend == "gloo":
-            for number in set(stop_signals()) - {signal.SIGINT}:
-                signal.signal(number, self._receive)
+        if not self.has_parent and args.backend == "gloo":
+            for number in stop_signals():
+                signal.signal(number, self.receive)
 
-    def _receive(self, number, frame):
+    def receive(self, number, frame):
+        """End this process by a signal."""
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C comes from the terminal, and from the parent or the launcher
         self.signal = signal.Signals(number)
         raise SystemExit(128 + number)
-
-    def _set(self, key, value):
-        self.store.set(key, json.dumps(value))
 
     def _fetch(self, keys):
         """The values of those of the keys that are there."""
@@ -84,7 +83,7 @@ class Watch:
         Raises `DistError` where one does not come within the timeout.
         """
         world_size, self.ended = self.ranks.world_size, True
-        self._set(f"end {self.ranks.rank}", process.where())
+        self.store.set(f"end {self.ranks.rank}", json.dumps(process.where()))
         if self.store.add("ends", 1) == world_size:
             ends = self._fetch([f"end {rank}" for rank in range(world_size)])
             others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
@@ -116,7 +115,7 @@ class Watch:
                 waited = kind == "lost" and re.search("timed out|timeout", str(error), re.IGNORECASE)
                 self.report(kind, why, status, details, self.timeout if waited else 0)
                 if not self.has_parent and kind != "signal":
-                    line = self.examine()
+                    line = self.verdict()
                     leave_for_torchrun(why if kind == "own" else line, status, later=int(kind == "lost"))
                 self._stay(PATIENCE if kind == "lost" else 1)
                 return status
@@ -130,10 +129,12 @@ class Watch:
         """(kind of report, why, exit status, traceback or "") of the exception with which this rank ends."""
         if self.signal or isinstance(error, KeyboardInterrupt):
             number = self.signal or signal.SIGINT
-            # torchrun ends all, perhaps since one is gone.
-            lost = "TORCHELASTIC_RUN_ID" in os.environ and "gone" in self.silent(self.reports()).values()
+            reports = self.reports()
+            known = {report["kind"] for report in reports.values()} | set(self.silent(reports).values())
+            lost = "TORCHELASTIC_RUN_ID" in os.environ and known & {"own", "gone"}  # for that torchrun ends all
             return "lost" if lost else "signal", number.name, 128 + number, ""
-        if is_lost(error):
+        words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(words, str(error))):
             return "lost", describe(error), 1, ""
         if hasattr(error, "exit_status"):
             return "own", str(error), error.exit_status, ""
@@ -151,7 +152,7 @@ class Watch:
         if gone is not None:
             report["rank"] = gone
             self.store.add("left", 1)
-        self._set(f"report {self.store.add('reports', 1)}", report)
+        self.store.set(f"report {self.store.add('reports', 1)}", json.dumps(report))
 
     def reports(self):
         """{rank: its first report} of the ranks that left one, in the order in which they came."""
@@ -167,15 +168,15 @@ class Watch:
         states = {rank: self.state(rank) for rank in set(everyone) - set(reports)}
         return {rank: state for rank, state in sorted(states.items()) if state != "finished"}
 
-    def examine(self):
+    def verdict(self):
         """The line that tells who is to blame, which one rank of each machine finds and tells for all there."""
-        verdict = f"verdict on {self.host}"
-        if self.store.add(f"judges on {self.host}", 1) > 1 and comes(self.store, [verdict], 2 * PATIENCE):
-            return self.store.get(verdict).decode()
+        key = f"verdict on {self.host}"
+        if self.store.add(f"judges on {self.host}", 1) > 1 and comes(self.store, [key], 2 * PATIENCE):
+            return self.store.get(key).decode()
         line, details, _ = examine(self)
         if self.store.add(f"tells on {self.host}", 1) == 1:  # else the judge was slow
             write_error(line, details)
-        self.store.set(verdict, line)
+        self.store.set(key, line)
         return line
 
     def names(self, ranks):
@@ -192,25 +193,25 @@ class Watch:
 
     def state(self, rank):
         """Of a rank's process: "running", "stopped", "gone"; to its parent also "finished"; "" where none can tell."""
-        if self.children and (code := self.children[rank].exitcode) is not None:
-            return "finished" if code >= 0 and self.store.check([f"finished {rank}"]) else "gone"
         host, pid, space = self.process(rank)
-        if sys.platform != "linux" or host != self.host or space != _process_space():
-            return ""
-        gone = "running" if self.children else "gone"  # a parent knows in a moment how it ended
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return gone
-        return {"Z": gone, "X": gone, "T": "stopped"}.get(state, "running")
+        state = _process_state(pid) if host == self.host and space == _process_space() else ""
+        if not self.children or state == "stopped":
+            return state
+        if (code := self.children[rank].exitcode) is None:
+            return "running"
+        return "finished" if code >= 0 and self.store.check([f"finished {rank}"]) else "gone"
+
+
+def _process_state(pid):
+    if sys.platform != "linux":
+        return ""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped"}.get(state, "running")
 
 
 def _process_space():
     """Containers number their processes by themselves."""
     return Path("/proc/self/ns/pid").stat().st_ino if sys.platform == "linux" else 0
-
-
-def is_lost(error):
-    """Whether an exception says that other ranks were lost, as a consequence of what happened there."""
-    words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
