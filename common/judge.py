@@ -24,8 +24,9 @@ def examine(watch):
         reports = watch.reports()
         states = watch.silent(reports)
         kinds = {report["kind"] for report in reports.values()}
-        # Of one that is gone, those who lost it know where.
-        if late or "own" in kinds or kinds >= {"gone", "lost"} or all(state == "stopped" for state in states.values()):
+        # A parent lets all end by themselves, and so learns where they lost one that is gone.
+        known = kinds & {"own", "gone"} and not watch.children
+        if late or known or all(state == "stopped" for state in states.values()):
             break
         time.sleep(0.05)
     blamed, line = judge(watch, reports, states)
