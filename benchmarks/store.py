@@ -3,11 +3,14 @@
 Threads play the ranks, eight to a machine, each with a connection of its own; all share the cores of this machine.
 """
 
+import io
 import multiprocessing
+import os
 import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 from datetime import timedelta
 from threading import Barrier
 
@@ -59,8 +62,8 @@ def play(world_size, port):
     def rank(number):
         place = Ranks(number, world_size, number % EACH, EACH, "torchrun", node=number // EACH, serves_store=True)
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
-        watch = Watch(store, place, 120)
-        watch.host = f"host{place.node}"
+        watch = Watch(store, place)
+        watch.host, watch.timeout = f"host{place.node}", 120
 
         def timed(what, function):
             together.wait()
@@ -71,17 +74,17 @@ def play(world_size, port):
             return result
 
         timed("meet", lambda: meeting.meet(store, "127.0.0.1", place, args))
-        watch.announce(child.pid if number == 3 else None)
+        watch.announce(number, child.pid if number == 3 else os.getpid())
         timed("end", watch.end_together)
 
         def lose():
             watch.report("lost", "Connection closed by peer")
-            return watch.examine()
+            return watch.verdict()
 
         line = timed("tell of a dead rank", lose if number != 3 else lambda: None)
         assert number == 3 or line.startswith("rank 3 on host0 is gone"), line
 
-    with ThreadPoolExecutor(world_size) as threads:
+    with redirect_stderr(io.StringIO()), ThreadPoolExecutor(world_size) as threads:  # each machine tells it
         for future in [threads.submit(rank, number) for number in range(world_size)]:
             future.result()
     return {what: round(passed, 2) for what, passed in found.items()}

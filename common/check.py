@@ -3,8 +3,8 @@
 import os
 import time
 
-from common import group, launchers, meeting, place, ranks
-from common.errors import RunError, entry
+from common import group, launchers, meeting, ranks
+from common.errors import RunError, entry, process
 from common.options import Options
 
 import torch
@@ -17,12 +17,10 @@ SIZES = (8, 2**12, 2**16, 2**20, 2**24)  # bytes
 def main():
     args = Options(__doc__, ddp=True, launched=True).parse_args()
     here = launchers.ranks_from_environment(args)
-    args.backend = place.resolve_backend(args.backend, args.device)
-    device = place.local_devices(args, here)[0]
-    store, _, address = group.setup(args, here, [device])
+    device = group.join(args, here)
     doing = "the exchange of names"
     try:
-        show(here, device, address)
+        show(here, device)
         for size in SIZES:
             doing = f"an all-reduce of {size:,} bytes"
             test(size, device)
@@ -30,18 +28,19 @@ def main():
     except RuntimeError as error:
         # A collective tells only that somebody failed: the store tells who does not answer any more. Others may still
         # wait in the collective, until its time is over.
-        meeting.exchange(store, "after an error", here, {}, args.timeout + 5)
+        if process.watch:
+            meeting.exchange(process.watch.store, "after an error", here, {}, args.timeout + 5)
         raise RunError(f"{doing} fails, though all ranks answer: {error}") from None
     ranks.say("all is well: the sums are right on all ranks")
 
 
-def show(here, device, address):
+def show(here, device):
     """Print a table of the ranks."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     backend = dist.get_backend()
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
-    row = (here.rank, ranks.this_machine(), here.local_rank, address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
+    row = (here.rank, ranks.this_machine(), here.local_rank, process.address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
     rows = [("rank", "machine", "local rank", "address", "interface", "device", "torch", "backend")]
     rows += ranks.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, backend))
     widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]

@@ -149,14 +149,17 @@ def start_worker(_worker):
 
 def iterate(loader):
     """`iter(loader)`, which draws a seed for the workers, without a trace in the random state."""
-    if loader.num_workers:
+    with torch.random.fork_rng(devices=[]):
+        if not loader.num_workers:
+            return iter(loader)
         util.get_temp_dir()  # which they share then; else each has its own, and leaves it when it is killed
-    with signals_held(), torch.random.fork_rng(devices=[]):
-        return iter(loader)
+        with signals_held():
+            return iter(loader)
 
 
 def move(value, device):
     """Tensors, and what else has a `to`, in any nesting of dicts, tuples and lists, on a device."""
+    non_blocking = device.type != "cpu"  # to there it would be read before it has come
     if isinstance(value, torch.Tensor):  # the way through the nesting takes long
-        return value.to(device, non_blocking=True)
-    return tree_map(lambda item: item.to(device, non_blocking=True) if hasattr(item, "to") else item, value)
+        return value.to(device, non_blocking=non_blocking)
+    return tree_map(lambda item: item.to(device, non_blocking=non_blocking) if hasattr(item, "to") else item, value)

@@ -33,33 +33,25 @@ class UserError(RunError):
     exit_status = 2
 
 
-class Stopped(Exception):
-    """All ranks stop, as a signal asked them to, after the snapshot was written: status 128 + its number."""
-
-
 class Process:
     """What belongs to this process as a whole, from the beginning of `entry` to its end.
 
     at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
-    first, and failure drops it. where: a function that says where in its training this process is. tell: a function
-    that tells of the exception that ends this process, and returns the exit status. watch: what the ranks let each
-    other know of their failures, once they have met (`watch.Watch`). node: the
-    rank of this machine. backends: the process group's that was left; see `let_go`.
+    first, and failure drops it. where: a function that says where in its training this process is. watch: what the
+    ranks let each other know of their failures, once they have met (`watch.Watch`); it tells of them. node: the rank of
+    this machine; address: by which others reach it, or None. backends: the process group's that was left, see `let_go`.
     """
 
     def __init__(self):
-        self.at_end, self.where, self.tell = contextlib.ExitStack(), lambda: "the start", tell
-        self.watch = self.backends = None
-        self.node = 0
+        self.at_end, self.where, self.node = contextlib.ExitStack(), lambda: "the start", 0
+        self.watch = self.address = self.backends = None
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""
-        backends, tell = self.backends, self.tell
+        backends = self.backends
         if not finished:
             kill_workers()  # they may be in the midst of something, and would be waited for
-        self.at_end.pop_all()
         self.__init__()
-        self.tell = tell
         # Loaders and DDP lie in reference cycles. Collected here, loader workers end in order, and so do gloo's
         # threads: one that lets go of a tensor while the interpreter ends would abort the process. Neither DDP nor the
         # group of torch 2.6 may be the last to release a backend: they keep Python's lock, which its threads wait for.
@@ -77,18 +69,16 @@ def entry(main):
     def wrapper(*args):
         open_streams()
         signals = {number: signal.getsignal(number) for number in stop_signals()}
-        status, finished = 0, False
+        status = 1
         try:
             main(*args)
             process.at_end.close()
-            finished = True
-        except Stopped as stopped:
-            status = 128 + stopped.args[0]
+            status = 0
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            status = process.tell(error)
+            status = process.watch.tell(error) if process.watch else tell(error)
         finally:
             met = process.watch is not None
-            process.let_go(finished)
+            process.let_go(finished=not status)
         if not met and status < 128:  # else a launcher that ends the ranks may signal this one once more
             for number, handler in signals.items():  # a notebook goes on
                 signal.signal(number, handler)
@@ -175,17 +165,20 @@ def tell(error):
     first = next(local, "0") == "0" or not launcher()
     if not first and (launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ):
         time.sleep(10)  # these end all as soon as one has ended; where none ends this one, the error is its own
-    if first or not (launcher() == "srun" or mp.parent_process()):  # which let the first one speak
+    if first or launcher() != "srun":  # which lets the first one speak
         write_error(str(error))
-    leave_for_torchrun(str(error))
+    leave_for_torchrun(str(error), error.exit_status)
     return error.exit_status
 
 
-def leave_for_torchrun(line, later=0):
+def leave_for_torchrun(line, status, later=0):
     """Let torchrun's summary show this. What is the earliest there it calls the root cause; later: seconds."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
         Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and "DDP_AGENT" not in os.environ
+    if restarts and status == UserError.exit_status and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)  # it would try again and again what cannot succeed
 
 
 def write_error(line, details=""):

@@ -6,11 +6,12 @@ import socket
 import sys
 from datetime import timedelta
 
-from common import faults, meeting, watch
+from common import meeting
 from common.errors import RunError, process
 from common.place import local_devices, resolve_backend
 from common.ranks import say, this_machine
 from common.start import prepare
+from common.watch import Watch
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,6 @@ import torch.distributed as dist
 # before there is a group, they do not, and gloo's threads end with it. Else one of them could abort the interpreter
 # at its end, by letting go of a tensor then.
 import torch.distributed.nn
-
-process.tell = faults.tell
 
 
 def join(args, ranks=None, each=1):
@@ -34,20 +33,6 @@ def join(args, ranks=None, each=1):
         ranks = ranks_from_environment(args)
     args.backend = resolve_backend(args.backend, args.device)
     devices = local_devices(args, ranks, each)
-    setup(args, ranks, devices)
-    spare = 0 if args.device == "cpu" else torch.accelerator.device_count() - each * ranks.local_world_size
-    if each > 1 and spare > 0:
-        say(f"{spare} of the devices here left over: {each} for each process")
-    if each > 1 and spare < 0:
-        say(f"one device here: all parts of the model are on {devices[0]}")
-    return devices if each > 1 else devices[0]
-
-
-def setup(args, ranks, devices):
-    """Join the process group. See `meeting` for what it raises.
-
-    Returns (the store, the host that serves it or None, the address by which the others reach this process).
-    """
     process.node = ranks.node
     if ranks.one_machine:
         # By itself gloo listens on the address of the host's name, NCCL on any interface.
@@ -59,11 +44,21 @@ def setup(args, ranks, devices):
     timeout = timedelta(seconds=args.timeout)
     # NCCL takes tensors on no other device than the one it is bound to: a model over two leaves it unbound.
     bound = args.device != "cpu" and len(set(devices)) == 1 and args.backend != "gloo"
-    store, host = open_store(ranks, timeout)
-    address = meeting.meet(store, host, ranks, args)
-    if ranks.world_size > 1:
-        process.watch = watch.Watch(store, ranks, args.timeout)
-        process.watch.begin(args.backend)
+    host = None  # of the store
+    if ranks.launcher is None:
+        store = dist.HashStore()  # alone: no port is needed
+    elif ranks.init_method.startswith("file:"):
+        store = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size))[0]
+    else:
+        from common.store import open_tcp  # not needed where no port is
+
+        store, host = open_tcp(ranks, timeout)
+    watch = process.watch or Watch(store, ranks)
+    watch.announce(ranks.rank, os.getpid())
+    process.address = meeting.meet(store, host, ranks, args)
+    if ranks.world_size > 1 or watch.has_parent:
+        process.watch = watch
+        watch.begin(args)
     try:
         dist.init_process_group(
             args.backend,
@@ -80,27 +75,18 @@ def setup(args, ranks, devices):
             f"{this_machine()}: the ranks did not connect ({str(error).partition(chr(10))[0]}): one of them "
             "failed meanwhile, or not all ports are open between the machines"
         ) from None
-    if process.watch:
-        process.watch.joined()
     process.at_end.callback(leave)
     threads = torch.get_num_threads()
     say(f"world size {ranks.world_size}, device {args.device}, backend {args.backend}, threads per process {threads}")
+    there, needed = 0 if args.device == "cpu" else torch.accelerator.device_count(), each * ranks.local_world_size
     if ranks.launcher is None:
-        accelerators = 0 if args.device == "cpu" else torch.accelerator.device_count()
-        command = shlex.join(["torchrun", f"--nproc_per_node={accelerators or 2}", *sys.argv])
+        command = shlex.join(["torchrun", f"--nproc_per_node={there or 2}", *sys.argv])
         say(f"to start a process per device: {command}")
-    return store, host, address
-
-
-def open_store(ranks, timeout):
-    """(the store through which the ranks find each other, the host that serves it or None)."""
-    if ranks.launcher is None:
-        return dist.HashStore(), None  # alone: no port is needed
-    if ranks.init_method.startswith("file:"):
-        return next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world_size))[0], None
-    from common.store import open_tcp
-
-    return open_tcp(ranks, timeout)
+    if each > 1 and there > needed:
+        say(f"{there - needed} of the devices here left over: {each} for each process")
+    if each > 1 and there < needed:
+        say(f"one device here: all parts of the model are on {devices[0]}")
+    return devices if each > 1 else devices[0]
 
 
 def leave():

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from common.errors import UserError, launcher
 from common.place import Ranks
+from common.ranks import is_loopback
 from common.start import die_with_parent
-from common.waiting import is_loopback
 
 
 def mpirun(args):

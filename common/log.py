@@ -5,7 +5,7 @@ import json
 import math
 
 from common import ranks
-from common.errors import UserError
+from common.errors import RunError, UserError
 
 import torch
 
@@ -17,19 +17,22 @@ class Log:
         self.args, self.wanted, self.lines, self.board = args, bool(args.metrics or args.tensorboard), None, None
 
     def open(self):
-        """Raises `UserError` where it cannot write."""
+        """Raises `UserError` where it cannot write, and leaves nothing behind then."""
         metrics, option = self.args.metrics, f"--metrics {self.args.metrics}"
+        new = metrics and not metrics.exists()
         try:
             if metrics:
                 if metrics.is_file() and metrics.open("rb").read(1) not in (b"", b"{"):
                     raise UserError(f"{option}: there is a file of another kind, which is kept")
                 self.lines = metrics.open("a", buffering=1, encoding="utf-8")
-            option = f"--tensorboard {self.args.tensorboard}"
             if self.args.tensorboard:
+                option = f"--tensorboard {self.args.tensorboard}"
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(self.args.tensorboard)
         except (ImportError, OSError, UnicodeError) as error:
+            if new and self.lines:
+                metrics.unlink()
             raise UserError(f"{option}: {getattr(error, 'strerror', None) or error}") from None
         self.write("start", {}, **vars(self.args), torch=torch.__version__, world_size=ranks.world_size())
 
@@ -45,7 +48,10 @@ class Log:
             for name, value in line.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     line[name] = str(value)  # JSON has no nan and no inf
-            self.lines.write(json.dumps(line, default=str) + "\n")
+            try:
+                self.lines.write(json.dumps(line, default=str) + "\n")
+            except OSError as error:
+                raise RunError(f"--metrics {self.args.metrics}: {error.strerror}") from None
         if self.board and event != "end":
             for name, value in measured.items():
                 if isinstance(value, (int, float)):

@@ -9,7 +9,6 @@ import time
 from common import ranks
 from common.data import iterate
 from common.errors import RunError, UserError, process
-from common.waiting import few
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -167,7 +166,7 @@ class Loop:
 def check_gradients(model, wrapped):
     """Tell which parameters no gradient reaches. Raises `UserError` where DDP would wait for it."""
     names = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
-    line = f"no gradient reaches {few(names)}"
+    line = f"no gradient reaches {ranks.few(names)}"
     if names and isinstance(wrapped, DDP) and not (wrapped.find_unused_parameters or wrapped.static_graph):
         raise UserError(
             f"{line}: use them in forward, set requires_grad=False, or give DDP find_unused_parameters=True"

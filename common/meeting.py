@@ -1,13 +1,16 @@
 """How machines and ranks meet over a store: who has come, who is waited for, and what they agree on."""
 
 import json
+import os
 import socket
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
-from common.errors import RunError, UserError
-from common.waiting import few, label
+from common.errors import RunError, UserError, write_error
+from common.ranks import few, label
 
 import torch.distributed as dist
 
@@ -95,6 +98,24 @@ def comes(store, keys, seconds):
             raise
         return False
     return True
+
+
+@contextmanager
+def deadline(seconds, line):
+    """End this process with a line where what stands in this context takes longer: torch may wait for ever."""
+
+    def give_up():
+        write_error(line)
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _judge(store, ranks, timeout, judge):

@@ -13,8 +13,7 @@ import threading
 from pathlib import Path
 
 from common.errors import UserError
-from common.ranks import differences
-from common.waiting import is_literal_loopback, is_loopback, label
+from common.ranks import differences, is_literal_loopback, is_loopback, label
 
 import torch
 

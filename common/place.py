@@ -22,7 +22,6 @@ class Ranks:
     cpus: int | None = None  # of this process, where the launcher has given it some
     own_devices: bool = False  # the launcher may show each process just its own
     serves_store: bool = False  # the launcher serves the store; else rank 0 does
-    has_parent: bool = False  # that reports how a rank ended and passes signals on, see `spawn`
 
     @property
     def one_machine(self):

@@ -1,10 +1,13 @@
-"""What the ranks tell each other: sums, objects, checks that they agree. A process alone has rank 0 of 1."""
+"""What the ranks tell each other: sums, objects, checks that they agree. A process alone has rank 0 of 1.
 
+At the end: how ranks and machines are named in a line.
+"""
+
+import ipaddress
 import socket
 import sys
 
 from common.errors import RunError, UserError, process
-from common.waiting import few, label
 
 import torch
 import torch.distributed as dist
@@ -107,15 +110,33 @@ def check_same_weights(model):
         if not hasattr(values, "full_tensor"):
             values = values.detach().cpu()
             values = (torch.view_as_real(values) if values.is_complex() else values).double()
-            mine[name] = values.sum().item(), values.abs().sum().item()
+            mine[name] = torch.stack([values.clamp(min=0).sum(), values.clamp(max=0).sum()])
     first = from_rank(0, lambda: mine)
     # A sum's last digits may depend on the kind of processor; a rank that went its own way differs by far more.
-    differs = [
-        name
-        for name, sums in mine.items()
-        if str(sums) != str(first[name])  # nan is not nan
-        and not all(abs(one - other) <= 1e-12 * first[name][1] for one, other in zip(sums, first[name], strict=True))
-    ]
-    found = gather_objects(differs[:1])
+    same = {name: torch.allclose(sums, first[name], 1e-12, 0, equal_nan=True) for name, sums in mine.items()}
+    found = gather_objects([name for name in same if not same[name]][:1])
     if some := [rank for rank, names in enumerate(found) if names]:
         raise RunError(f"the weights of rank {few(some)} differ from those of rank 0, first in {found[some[0]][0]}")
+
+
+def few(items, separator=", ", more="more"):
+    """Items in words; of many the first eight, and how many there are beside them."""
+    items = list(map(str, items))
+    return separator.join(items[:8]) + f" and {len(items) - 8} {more}" * (len(items) > 8)
+
+
+def label(node_rank, host):
+    return f"node {node_rank} ({host})"
+
+
+def is_loopback(host):
+    """Whether a name or address leads to this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+    except OSError:  # not known, or not known yet
+        return False
+
+
+def is_literal_loopback(host):
+    """Whether a name or address means loopback on every machine, and not where a machine's own name leads to it."""
+    return host.startswith(("127.", "::1", "localhost"))

@@ -2,17 +2,19 @@
 
 import math
 import signal
+import sys
 import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from common import job, ranks, snapshot, states
 from common.data import ResumableSampler, check_sets, iterate, move, test_loader
-from common.errors import Stopped, UserError, process
+from common.errors import UserError, process
 from common.log import Log, weights_sha256
 from common.loop import Loop
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 # Where a run is, as a snapshot has it. step: in the epoch; loss_sum: of the epoch's steps, this rank's, in a snapshot
 # the mean over the ranks; lr: the last learning rate; ended: the epoch, by a break; finished: the run.
@@ -67,7 +69,7 @@ class Run(Loop):
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
             if position := self.snapshots.resume():
-                vars(self).update(position)
+                vars(self).update({name: position[name] for name in POSITION})
                 hint = ": nothing left to train, but with more --epochs or --steps"
                 hint = "" if self._left() or self._epochs_left() else hint
                 ranks.say(f"goes on from {args.snapshot} after {self._at()}, {self.step_count} in all{hint}")
@@ -118,7 +120,7 @@ class Run(Loop):
             at = f"{self._at()}, {self.step_count} in all"
             ranks.say(f"stopped by {name} after {at}: the same command goes on from {self.args.snapshot}")
             process.at_end.close()
-            raise Stopped(int(found[0]))
+            sys.exit(128 + int(found[0]))
 
     @torch.no_grad()
     def evaluate(self, data, name="test", model=None):
@@ -144,7 +146,9 @@ class Run(Loop):
         device = next(model.parameters()).device
         for share, (inputs, labels) in zip(loader.batch_sampler, iterate(loader), strict=True):
             with torch.autocast(self.args.device, self.args.dtype, enabled=self.args.dtype is not None):
-                scores = job.score(move(model(move(inputs, device)), device), move(labels, device))
+                outputs = model(move(inputs, device))
+                there = [value.device for value in tree_leaves(outputs) if isinstance(value, torch.Tensor)]
+                scores = job.score(outputs, move(labels, there[0] if there else device))
             if not isinstance(scores, dict) or any(torch.as_tensor(value).ndim for value in scores.values()):
                 kind = type(scores).__name__
                 raise UserError(f"job.score returned a {kind}: return {{name: sum over the samples, a scalar}}")

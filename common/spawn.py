@@ -1,6 +1,5 @@
 """One machine: a parent starts the ranks by mp.spawn, tells them how one of them ended, and ends them."""
 
-import math
 import os
 import signal
 import sys
@@ -11,10 +10,10 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
 from common.errors import process, stop_signals, write_error
-from common.judge import judge
+from common.judge import examine
 from common.place import Ranks, local_devices, resolve_backend
 from common.start import die_with_parent, refuse_launcher
-from common.watch import PATIENCE, Watch, show_and_kill
+from common.watch import Watch
 
 import torch
 import torch.distributed as dist
@@ -90,22 +89,19 @@ def hold_signals(yes):
 def spawned(rank, world_size, path):
     """The `Ranks` of a process that mp.spawn started; they meet in a file, so that no port is opened for it.
 
-    Also sets the variables that torchrun sets, and lets the parent know when all went well; see `wait_for_ranks`.
+    Also sets the variables that torchrun sets, and lets the parent know how it ends; see `wait_for_ranks`.
     """
-
-    def interrupt(number, frame):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches this process from the terminal and from the parent
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    hold_signals(False)
-    die_with_parent()
-    mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
-    process.at_end.callback(lambda: dist.FileStore(path, -1).set(f"finished {rank}", ""))
+    die_with_parent()  # first: without it the file is gone, and torch would wait for it
     places = rank, world_size, rank, world_size
+    ranks = Ranks(*places, "mp.spawn", f"file://{path}")
+    watch = process.watch = Watch(dist.FileStore(path, -1), ranks)
+    signal.signal(signal.SIGINT, watch.receive)
+    hold_signals(False)
+    mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, places), strict=True))
-    return Ranks(*places, "mp.spawn", f"file://{path}", has_parent=True)
+    process.at_end.callback(lambda: watch.store.set(f"finished {rank}", ""))
+    return ranks
 
 
 def wait_for_ranks(context, path):
@@ -114,39 +110,15 @@ def wait_for_ranks(context, path):
     mp.spawn takes any exit with status 0 for success; here a rank must have let it know that it finished.
     """
     hold_signals(False)
-    running, count, store = dict(enumerate(context.processes)), len(context.processes), dist.FileStore(path, -1)
-    watch = Watch(store, Ranks(world_size=count, local_world_size=count))
-    codes, end = {}, math.inf  # {rank: exit code} of those that failed
-    while running and time.monotonic() < end:
-        connection.wait([child.sentinel for child in running.values()], None if end == math.inf else 0.1)
-        for rank, child in list(running.items()):
-            if (code := child.exitcode) is None:
-                continue
-            del running[rank]
-            if code == 0 and store.check([f"finished {rank}"]):
-                continue
-            end = min(end, time.monotonic() + 2 * PATIENCE)  # for the ranks that live: they judge and tell
-            if code == -9 and watch.has_killed():  # SIGKILL, which Windows lacks: it was stuck, and is not to blame
-                continue
-            codes[rank] = code
-            told = {130, 143} if watch.has_met(rank) else {1, 2, 130, 143}  # before, each told of its own fault
-            if code not in told and rank not in watch.reports():  # how it ended, this process alone can say
-                watch.report("gone", how_ended(code), gone=rank)
-        if end < math.inf and all(watch.state(rank) == "stopped" for rank in running):
-            break
-    if end == math.inf:
-        return
-    reports = watch.reports()
-    blamed, line = judge(watch, reports, {rank: watch.state(rank) for rank in running if reports})
-    show_and_kill([child.pid for child in running.values()])
-    if line and watch.first():  # no rank was left to tell
-        write_error(line)
-    code = codes.get(blamed, next(iter(codes.values()), 1)) or 1
-    sys.exit(code if code > 0 else 128 - code)
-
-
-def how_ended(code):
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {names.get(-code, f'signal {-code}')}"
-    return f"left with status {code} before its training was finished"
+    children, count = context.processes, len(context.processes)
+    watch = Watch(dist.FileStore(path, -1), Ranks(world_size=count, local_world_size=count), children)
+    while "gone" not in (states := [watch.state(rank) for rank in range(count)]) and set(states) != {"finished"}:
+        running = [child for child, state in zip(children, states, strict=True) if state != "finished"]
+        connection.wait([child.sentinel for child in running])
+    status = max(child.exitcode or 0 for child in children)
+    if "gone" in states:
+        line, details, status = examine(watch)
+        if line:
+            write_error(line, details)
+    if status:
+        sys.exit(status)

@@ -3,14 +3,13 @@
 import os
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from common.errors import RunError, UserError, write_error
-from common.meeting import PAUSE, Waiting
-from common.waiting import is_literal_loopback, is_loopback
+from common.errors import RunError, UserError
+from common.meeting import PAUSE, Waiting, deadline
+from common.ranks import is_literal_loopback, is_loopback
 
 import torch.distributed as dist
 
@@ -51,13 +50,7 @@ def connect(host, port, ranks, timeout, serve):
             waiting.tell(f"{host}, port {port} ({error.strerror or error})")
             time.sleep(0.2)
 
-    def give_up():
-        write_error(f"what listens on {host}, port {port} does not answer as a store does: is the port right?")
-        os._exit(1)
-
-    timer = threading.Timer(timeout + 5, give_up)  # torch would wait for ever
-    timer.daemon = True
-    timer.start()
+    silent = f"what listens on {host}, port {port} does not answer as a store does: is the port right?"
     try:
         loopback = is_loopback(host) and (ranks.one_machine or is_literal_loopback(host))
         if serve and loopback and sys.platform != "win32":
@@ -66,10 +59,9 @@ def connect(host, port, ranks, timeout, serve):
             options = dict(master_listen_fd=listener.detach(), use_libuv=False)
         # With several tenants it serves torchrun's agent too, where that is in this process.
         options |= dict(wait_for_workers=False, multi_tenant=True)
-        return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
+        with deadline(timeout + 5, silent):
+            return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
     except (OSError, dist.DistError) as error:
         what = "listen on" if serve else "reach rank 0 at"
         line = f"rank {ranks.rank} cannot {what} {host}, port {port} ({str(error).partition(chr(10))[0]})"
         raise (UserError(f"{line}: free it or take another one") if serve else RunError(line)) from None
-    finally:
-        timer.cancel()

@@ -1,6 +1,5 @@
-"""What the ranks let each other know: that they live, where they end, and how they failed."""
+"""A rank that fails tells it: who, where and why, in one line, once on each machine, and all ranks end."""
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -9,66 +8,66 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from common.errors import process, stop_signals
-from common.judge import judge
-from common.waiting import few
+from common.errors import describe, leave_for_torchrun, process, stop_signals, write_error
+from common.judge import PATIENCE, examine
+from common.meeting import comes, deadline
+from common.ranks import few
 
 import torch.distributed as dist
 
-PATIENCE = 4  # seconds in which the ranks that live report
-
 
 class Watch:
-    """What the ranks let each other know, through the store in which they met: that they live, and how they failed.
+    """What the ranks let each other know, through the store in which they meet: that they live, and how they failed.
 
-    A report is a dict: "rank"; "kind", see `judge`; "where" in its training the rank was; "why", in words; "waited",
-    for how many seconds in vain, or 0; "ended", whether it had left the training. What N ranks ask of the store grows
-    with N, not with its square: reports are numbered as they come, each is fetched once, and one rank of each machine
-    judges for all there.
+    A report is a dict: "rank", "host"; "kind", see `judge`; "where" in its training the rank was; "why", in words;
+    "details", a traceback or ""; "status", with which it exits; "waited", for how many seconds in vain, or 0; "ended",
+    whether it had left the training. What N ranks ask of the store grows with N, not with its square: reports are
+    numbered as they come, each is fetched once, and one rank of each machine judges for all there, or their parent.
     """
 
-    def __init__(self, store, ranks, timeout=0):
-        """timeout: seconds."""
-        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, timeout
-        self.ended, self.signal, self.host = False, None, socket.gethostname()
-        self.fetched, self.processes, self.server = {}, {}, "rank 0"
-        self.serves = ranks.rank == 0 and not (ranks.serves_store or ranks.has_parent)
+    def __init__(self, store, ranks, children=()):
+        """children: the ranks' processes, where this one is their parent."""
+        self.store, self.ranks, self.timeout = dist.PrefixStore("faults", store), ranks, 0  # until they have met
+        self.ended, self.signal, self.host, self.server = False, None, socket.gethostname(), "rank 0"
+        self.has_parent = ranks.launcher == "mp.spawn"  # which judges, and passes signals on
+        self.serves = ranks.rank == 0 and not (ranks.serves_store or self.has_parent)
+        self.children, self.fetched = children, {}  # of what is in the store
+        for rank, child in enumerate(children):
+            self.announce(rank, child.pid)
 
-    def begin(self, backend):
-        """Let the others know this process, and tell them of its end."""
-        self.announce()
+    def announce(self, rank, pid):
+        """Let the others know the process of a rank; before they meet."""
+        self.store.set(f"process {rank}", json.dumps([self.host, pid, _process_space()]))
+
+    def begin(self, args):
+        """Let signals that end this process come out as its fault; after all have met."""
+        self.timeout, self.server = args.timeout, self.names([0])  # while the store can be asked
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR2)  # shows the stacks
         faulthandler.enable()  # NCCL aborts a process whose collective takes too long
         # With NCCL no handler could run while this process waits for the others.
-        if not self.ranks.has_parent and backend == "gloo":
-            for number in set(stop_signals()) - {signal.SIGINT}:
-                signal.signal(number, self._receive)
+        if not self.has_parent and args.backend == "gloo":
+            for number in stop_signals():
+                signal.signal(number, self.receive)
 
-    def announce(self, pid=None):
-        self._set(f"process {self.ranks.rank}", [self.host, pid or os.getpid(), _process_space()])
-
-    def joined(self):
-        self.server = self.names([0])  # while the store can be asked
-
-    def _receive(self, number, frame):
+    def receive(self, number, frame):
+        """End this process by a signal."""
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C comes from the terminal, and from the parent or the launcher
         self.signal = signal.Signals(number)
         raise SystemExit(128 + number)
 
-    def _set(self, key, value):
-        self.store.set(key, json.dumps(value))
-
-    def _fetch(self, found, keys):
-        """Add to `found` the values of those of the keys that are there and not in it yet."""
-        keys = [key for key in keys if key not in found]
-        if keys and not self.store.check(keys):
-            keys = [key for key in keys if self.store.check([key])]
-        if keys:
-            found.update(zip(keys, map(json.loads, self.store.multi_get(keys)), strict=True))
-        return found
+    def _fetch(self, keys):
+        """The values of those of the keys that are there."""
+        new = [key for key in keys if key not in self.fetched]
+        if new and not self.store.check(new):
+            new = [key for key in new if self.store.check([key])]
+        if new:
+            self.fetched.update(zip(new, map(json.loads, self.store.multi_get(new)), strict=True))
+        return [self.fetched[key] for key in keys if key in self.fetched]
 
     # ---------------------------------------------------------------------------------------- all went well
 
@@ -76,13 +75,7 @@ class Watch:
         """Whether all ranks leave a loop here; waits for them, but not for ever: others may go on in it."""
         if self.store.add(f"leave {where}", 1) == self.ranks.world_size:
             self.store.set(f"all leave {where}", "")
-        try:
-            self.store.wait([f"all leave {where}"], timedelta(seconds=min(30, self.timeout)))
-        except RuntimeError as error:
-            if not is_lost(error):
-                raise
-            return False
-        return True
+        return comes(self.store, [f"all leave {where}"], min(30, self.timeout))
 
     def end_together(self):
         """Wait until all ranks are here. Returns in one line who ended the training elsewhere than others, or "".
@@ -90,18 +83,18 @@ class Watch:
         Raises `DistError` where one does not come within the timeout.
         """
         world_size, self.ended = self.ranks.world_size, True
-        self._set(f"end {self.ranks.rank}", process.where())
+        self.store.set(f"end {self.ranks.rank}", json.dumps(process.where()))
         if self.store.add("ends", 1) == world_size:
-            ends = [*self._fetch({}, [f"end {rank}" for rank in range(world_size)]).values()]
+            ends = self._fetch([f"end {rank}" for rank in range(world_size)])
             others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
             line = f"{self.names(others)} ended in {ends[others[0]]}, rank 0 in {ends[0]}" if others else ""
             self.store.set("all ends", line)
         self.store.wait(["all ends"], timedelta(seconds=self.timeout))
         line = self.store.get("all ends").decode()
-        self.stay(PATIENCE)
+        self._stay(PATIENCE)
         return line
 
-    def stay(self, seconds):
+    def _stay(self, seconds):
         """Let the rank that serves the store stay until the others need it no more."""
         self.store.add("left", 1)
         end = time.monotonic() + seconds
@@ -110,106 +103,115 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------- one failed
 
-    def report(self, kind, why="", waited=0, gone=None):
+    def tell(self, error):
+        """Report the exception with which this rank ends, and tell who is to blame. Returns the exit status."""
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_IGN)  # a launcher may have seen sooner than this rank that one failed
+        rank, local_rank = self.ranks.rank, self.ranks.local_rank
+        server, lost_it = f"{self.server}, which serves the store,", f"rank {rank} lost it in {process.where()}"
+        try:
+            with deadline(3 * PATIENCE, f"{server} does not answer: {lost_it}"):
+                kind, why, status, details = self._explain(error)
+                waited = kind == "lost" and re.search("timed out|timeout", str(error), re.IGNORECASE)
+                self.report(kind, why, status, details, self.timeout if waited else 0)
+                if not self.has_parent and kind != "signal":
+                    line = self.verdict()
+                    leave_for_torchrun(why if kind == "own" else line, status, later=int(kind == "lost"))
+                self._stay(PATIENCE if kind == "lost" else 1)
+                return status
+        except dist.DistError:
+            # Rank 0 told its own fault, if it could. Of the others one on each machine tells that it is gone.
+            if local_rank == (1 if rank == local_rank else 0):  # on rank 0's machine the next one
+                write_error(f"{server} is gone: {lost_it}")
+            return 1
+
+    def _explain(self, error):
+        """(kind of report, why, exit status, traceback or "") of the exception with which this rank ends."""
+        if self.signal or isinstance(error, KeyboardInterrupt):
+            number = self.signal or signal.SIGINT
+            reports = self.reports()
+            known = {report["kind"] for report in reports.values()} | set(self.silent(reports).values())
+            lost = "TORCHELASTIC_RUN_ID" in os.environ and known & {"own", "gone"}  # for that torchrun ends all
+            return "lost" if lost else "signal", number.name, 128 + number, ""
+        words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(words, str(error))):
+            return "lost", describe(error), 1, ""
+        if hasattr(error, "exit_status"):
+            return "own", str(error), error.exit_status, ""
+        where, details = process.where(), ""
+        if isinstance(error, SystemExit):
+            why = f"left by sys.exit({error.code!r}), before the training was finished, in {where}"
+        else:
+            why, details = f"failed in {where}: {describe(error)}", "".join(traceback.format_exception(error))
+        return "own", f"{self.names([self.ranks.rank])} {why}", 1, details
+
+    def report(self, kind, why, status=1, details="", waited=0, gone=None):
         """Let the others know how this rank ended, or the rank `gone`, which cannot tell it any more."""
-        report = {"rank": self.ranks.rank, "kind": kind, "where": process.where(), "why": why, "waited": waited}
-        report["ended"] = self.ended
+        report = {"rank": self.ranks.rank, "host": self.host, "where": process.where(), "ended": self.ended}
+        report |= {"kind": kind, "why": why, "status": status, "details": details, "waited": waited}
         if gone is not None:
-            report |= {"rank": gone, "where": "", "ended": False}
+            report["rank"] = gone
             self.store.add("left", 1)
-        self._set(f"report {self.store.add('reports', 1)}", report)
+        self.store.set(f"report {self.store.add('reports', 1)}", json.dumps(report))
 
     def reports(self):
-        """{rank: report} of the ranks that left one."""
-        keys = [f"report {number}" for number in range(1, self.store.add("reports", 0) + 1)]
-        return {report["rank"]: report for report in reversed(self._fetch(self.fetched, keys).values())}
+        """{rank: its first report} of the ranks that left one, in the order in which they came."""
+        keys, found = [f"report {number + 1}" for number in range(self.store.add("reports", 0))], {}
+        for report in self._fetch(keys):
+            found.setdefault(report["rank"], report)
+        return found
 
-    def first(self):
-        """Whether this process is the first on its machine that asks."""
-        return self.store.add(f"first on {self.host}", 1) == 1
+    def silent(self, reports):
+        """{rank: state} of the ranks that left none of the reports and did not finish; see `state`."""
+        everyone = range(self.ranks.world_size)
+        self._fetch([f"process {rank}" for rank in everyone])
+        states = {rank: self.state(rank) for rank in set(everyone) - set(reports)}
+        return {rank: state for rank, state in sorted(states.items()) if state != "finished"}
 
-    def examine(self):
-        """Wait for the others' reports; return the line to tell, which one rank of each machine finds for all there.
-
-        Where others were waited for in vain, ends the processes of this machine that are stuck; they show where before.
-        """
-        verdict = f"verdict on {self.host}"
-        # A signal may have come to this rank alone, and the others still have to find out.
-        if not self.signal and self.store.add(f"judges on {self.host}", 1) > 1:
-            with contextlib.suppress(RuntimeError):  # the judge may have been killed
-                self.store.wait([verdict], timedelta(seconds=2 * PATIENCE))
-                return self.store.get(verdict).decode()
-        end, everyone = time.monotonic() + PATIENCE, range(self.ranks.world_size)
-        while True:
-            late = time.monotonic() > end
-            self._fetch(self.processes, [f"process {rank}" for rank in everyone])
-            reports = self.reports()
-            states = {rank: self.state(rank) for rank in everyone if rank not in reports}
-            for rank in [rank for rank, state in states.items() if state == "gone"]:
-                if not self.ranks.has_parent or late:  # a parent knows how it ended
-                    self.report("gone", gone=rank)
-            reports = self.reports()
-            states = {rank: state for rank, state in states.items() if rank not in reports}
-            if self.signal:  # others may not have got one, and go on
-                states = {rank: state for rank, state in states.items() if state == "stopped"}
-            kinds = {report["kind"] for report in reports.values()}
-            if late or kinds & {"own", "gone"} or all(state == "stopped" for state in states.values()):
-                break
-            time.sleep(0.05)
-        line = judge(self, reports, states)[1]
-        in_vain = any(report["waited"] for report in reports.values()) and "own" not in kinds
-        if in_vain and self.store.add(f"killing on {self.host}", 1) == 1:
-            show_and_kill([self._process(rank)[1] for rank, state in states.items() if state])
-        if not self.signal:
-            self.store.set(verdict, line)
+    def verdict(self):
+        """The line that tells who is to blame, which one rank of each machine finds and tells for all there."""
+        key = f"verdict on {self.host}"
+        if self.store.add(f"judges on {self.host}", 1) > 1 and comes(self.store, [key], 2 * PATIENCE):
+            return self.store.get(key).decode()
+        line, details, _ = examine(self)
+        if self.store.add(f"tells on {self.host}", 1) == 1:  # else the judge was slow
+            write_error(line, details)
+        self.store.set(key, line)
         return line
-
-    def has_killed(self):
-        """Whether ranks of this machine that were stuck were killed by another one."""
-        return self.store.check([f"killing on {self.host}"])
 
     def names(self, ranks):
         """Such as "rank 2, 3 on h1; rank 4 on h2"."""
         hosts = {}
         for rank in ranks:
-            hosts.setdefault(self._process(rank)[0], []).append(rank)
+            hosts.setdefault(self.process(rank)[0], []).append(rank)
         return few([f"rank {few(there)} on {host}" for host, there in hosts.items()], "; ", "machines more")
 
-    def _process(self, rank):
-        key = f"process {rank}"
+    def process(self, rank):
+        """[its machine, its process id, 0 where it is not known, where such numbers count]."""
         unknown = self.host if self.ranks.one_machine else "an unknown machine"
-        return self._fetch(self.processes, [key]).get(key, [unknown, 0, None])
-
-    def has_met(self, rank):
-        return self._process(rank)[1] > 0
+        return [*self._fetch([f"process {rank}"]), [unknown, 0, None]][0]
 
     def state(self, rank):
-        """Of a rank's process: "gone", "stopped" or "running"; "" where this process cannot tell."""
-        host, pid, space = self._process(rank)
-        if sys.platform != "linux" or host != self.host or space != _process_space():
-            return ""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return "gone"
-        return {"Z": "gone", "X": "gone", "T": "stopped"}.get(state, "running")
+        """Of a rank's process: "running", "stopped", "gone"; to its parent also "finished"; "" where none can tell."""
+        host, pid, space = self.process(rank)
+        state = _process_state(pid) if host == self.host and space == _process_space() else ""
+        if not self.children or state == "stopped":
+            return state
+        if (code := self.children[rank].exitcode) is None:
+            return "running"
+        return "finished" if code >= 0 and self.store.check([f"finished {rank}"]) else "gone"
+
+
+def _process_state(pid):
+    if sys.platform != "linux":
+        return ""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped"}.get(state, "running")
 
 
 def _process_space():
     """Containers number their processes by themselves."""
     return Path("/proc/self/ns/pid").stat().st_ino if sys.platform == "linux" else 0
-
-
-def show_and_kill(pids):
-    """Let processes that are stuck show their stacks, and kill them."""
-    for number, pause in ((getattr(signal, "SIGUSR2", None), 0.5), (getattr(signal, "SIGKILL", None), 0)):
-        for pid in pids if number else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        time.sleep(pause if pids else 0)
-
-
-def is_lost(error):
-    """Whether an exception says that other ranks were lost, as a consequence of what happened there."""
-    words = "gloo/transport|Wait timeout"  # gloo's, and those of a store in a file
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))

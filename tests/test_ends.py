@@ -128,7 +128,7 @@ def test_nobody_outlives_a_dead_parent(kit, command, number):
 @pytest.mark.parametrize("command", [forked_ranks(2, "ddp_torchrun.py"), forked("ddp_spawn.py")])
 def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     """One that lets go of a tensor while the interpreter ends would abort the process, now and then."""
-    let_go = "            process.let_go(finished)\n"
+    let_go = "            process.let_go(finished=not status)\n"
     threads = "[comm.read_text() for comm in __import__('pathlib').Path('/proc/self/task').glob('*/comm')]"
     tell = f"            print('at the end', {threads})\n"
     kit.edit("common/errors.py", let_go, let_go + tell)
