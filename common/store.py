@@ -61,7 +61,7 @@ def connect(host, port, ranks, timeout, serve):
         options |= dict(wait_for_workers=False, multi_tenant=True)
         with deadline(timeout + 5, silent):
             return dist.TCPStore(host, port, None, serve, timedelta(seconds=timeout), **options)
-    except (OSError, dist.DistError) as error:
+    except (OSError, RuntimeError) as error:  # torch 2.6 has no DistError where a port is taken
         what = "listen on" if serve else "reach rank 0 at"
         line = f"rank {ranks.rank} cannot {what} {host}, port {port} ({str(error).partition(chr(10))[0]})"
         raise (UserError(f"{line}: free it or take another one") if serve else RunError(line)) from None

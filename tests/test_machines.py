@@ -136,6 +136,7 @@ def test_same_node_rank_twice(kit, machines):
     assert host.status == 2 and host.errors == lines[:1]
 
 
+@pytest.mark.versions
 def test_master_port_taken(kit):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
