@@ -1,7 +1,6 @@
 """What ends a process, told in one line; and the one object that lives as long as the process."""
 
 import atexit
-import contextlib
 import errno
 import functools
 import gc
@@ -36,15 +35,20 @@ class UserError(RunError):
 class Process:
     """What belongs to this process as a whole, from the beginning of `entry` to its end.
 
-    at_end: an ExitStack. Who needs something done when all went well pushes it there; success runs it, the last one
-    first, and failure drops it. where: a function that says where in its training this process is. watch: what the
-    ranks let each other know of their failures, once they have met (`watch.Watch`); it tells of them. node: the rank of
-    this machine; address: by which others reach it, or None. backends: the process group's that was left, see `let_go`.
+    at_end: a list. Who needs something done when all went well puts a function there; `end` calls them. where: a
+    function that says where in its training this process is. watch: what the ranks let each other know of their
+    failures, once they have met (`watch.Watch`); it tells of them. node: the rank of this machine; address: by which
+    others reach it, or None. backends: the process group's that was left, see `let_go`.
     """
 
     def __init__(self):
-        self.at_end, self.where, self.node = contextlib.ExitStack(), lambda: "the start", 0
+        self.at_end, self.where, self.node = [], lambda: "the start", 0
         self.watch = self.address = self.backends = None
+
+    def end(self):
+        """Do what is left to do, the last first. Where something fails, what would follow is not done."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def let_go(self, finished):
         """Drop all of this, and with it what a run holds."""
@@ -72,7 +76,7 @@ def entry(main):
         status = 1
         try:
             main(*args)
-            process.at_end.close()
+            process.end()
             status = 0
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             status = process.watch.tell(error) if process.watch else tell(error)

@@ -75,7 +75,7 @@ def join(args, ranks=None, each=1):
             f"{this_machine()}: the ranks did not connect ({str(error).partition(chr(10))[0]}): one of them "
             "failed meanwhile, or not all ports are open between the machines"
         ) from None
-    process.at_end.callback(leave)
+    process.at_end.append(leave)
     threads = torch.get_num_threads()
     say(f"world size {ranks.world_size}, device {args.device}, backend {args.backend}, threads per process {threads}")
     there, needed = 0 if args.device == "cpu" else torch.accelerator.device_count(), each * ranks.local_world_size
@@ -96,6 +96,8 @@ def leave():
     """
     if process.watch and (line := process.watch.end_together()):
         raise RunError(line)
+    if process.watch:
+        process.watch.stay()
     process.watch = None
     process.backends = [dist.group.WORLD._get_backend(device) for device in dist.group.WORLD._device_types]
     dist.destroy_process_group()

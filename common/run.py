@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from common import job, ranks, snapshot, states
 from common.data import ResumableSampler, check_sets, iterate, move, test_loader
-from common.errors import UserError, process
+from common.errors import RunError, UserError, process
 from common.log import Log, weights_sha256
 from common.loop import Loop
 
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 # Where a run is, as a snapshot has it. step: in the epoch; loss_sum: of the epoch's steps, this rank's, in a snapshot
-# the mean over the ranks; lr: the last learning rate; ended: the epoch, by a break; finished: the run.
+# the mean over the ranks; lr: the last learning rate; ended: the epoch, by a break; finished: the run, True or "break".
 POSITION = {"epoch": 0, "step": 0, "step_count": 0, "loss_sum": 0.0, "lr": math.nan, "ended": False, "finished": False}
 
 
@@ -64,7 +64,7 @@ class Run(Loop):
         super().__init__(model, wrapped, named.values())
         # The weights came from the common seed; what is random from here on differs from rank to rank.
         states.seed(args.seed)
-        self.signal = []  # that stops this run
+        self.signal, self.reported = [], False  # signal: that stops this run
         self.snapshots = SimpleNamespace(save=lambda _: None, saved=None, failed=lambda: False, finish=lambda: None)
         if args.snapshot:
             self.snapshots = snapshot.Snapshots(args, self.named, wrapped, self.sampler.size)
@@ -93,8 +93,9 @@ class Run(Loop):
         """Iterate over the numbers of the epochs, from 0; after the last, compare the ranks' weights and report."""
         if self.args.snapshot:
             states.check_all_named(self.named.values(), self.wrapped)
+        process.at_end.append(self._after_break)
         while True:  # an epoch whose steps were all taken is entered again, for its evaluation alone
-            if not self.finished or self._left() or not self._epochs_left():
+            if self.finished is not True or self._left() or not self._epochs_left():
                 yield self.epoch
             self._settle()
             self.finished = False
@@ -119,7 +120,8 @@ class Run(Loop):
             name = signal.Signals(int(found[0])).name
             at = f"{self._at()}, {self.step_count} in all"
             ranks.say(f"stopped by {name} after {at}: the same command goes on from {self.args.snapshot}")
-            process.at_end.close()
+            self.reported = True
+            process.end()
             sys.exit(128 + int(found[0]))
 
     @torch.no_grad()
@@ -185,8 +187,16 @@ class Run(Loop):
         if self.output.wanted and (self.doing or step % self.args.log_every == 0):
             self.output.write("log", values, epoch=self.epoch + 1, step=step)
 
-    def _finish(self):
-        self.doing, self.finished = "the end", True
+    def _after_break(self):
+        """Report after a `break` in the loop over the epochs, which all ranks must have made at the same place."""
+        if not self.reported:
+            self._settle()
+            if process.watch and (line := process.watch.end_together("break")):
+                raise RunError(line)
+            self._finish("break")
+
+    def _finish(self, finished=True):
+        self.doing, self.finished, self.reported = "the end", finished, True
         self._save()  # what follows the last evaluation, such as the best weights, as well
         self.snapshots.finish()
         ranks.check_same_weights(self.model)

@@ -49,7 +49,7 @@ class Snapshots:
         self.settings |= states.description(named)
         self.thread, self.writing, self.saved = ThreadPoolExecutor(1), Future(), None  # saved: the newest's position
         self.writing.set_result(None)
-        process.at_end.callback(self.finish)
+        process.at_end.append(self.finish)
         ranks.from_rank(0, self._check_place)
 
     def resume(self):

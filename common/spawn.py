@@ -100,7 +100,7 @@ def spawned(rank, world_size, path):
     mp.set_start_method(None, force=True)  # else loader workers are spawned too, and each imports torch anew
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, places), strict=True))
-    process.at_end.callback(lambda: watch.store.set(f"finished {rank}", ""))
+    process.at_end.append(lambda: watch.store.set(f"finished {rank}", ""))
     return ranks
 
 

@@ -77,24 +77,22 @@ class Watch:
             self.store.set(f"all leave {where}", "")
         return comes(self.store, [f"all leave {where}"], min(30, self.timeout))
 
-    def end_together(self):
+    def end_together(self, what="end"):
         """Wait until all ranks are here. Returns in one line who ended the training elsewhere than others, or "".
 
-        Raises `DistError` where one does not come within the timeout.
+        what: for which end, where there are several. Raises `DistError` where one does not come within the timeout.
         """
         world_size, self.ended = self.ranks.world_size, True
-        self.store.set(f"end {self.ranks.rank}", json.dumps(process.where()))
-        if self.store.add("ends", 1) == world_size:
-            ends = self._fetch([f"end {rank}" for rank in range(world_size)])
+        self.store.set(f"{what} {self.ranks.rank}", json.dumps(process.where()))
+        if self.store.add(f"{what}s", 1) == world_size:
+            ends = self._fetch([f"{what} {rank}" for rank in range(world_size)])
             others = [rank for rank in range(world_size) if ends[rank] != ends[0]]
             line = f"{self.names(others)} ended in {ends[others[0]]}, rank 0 in {ends[0]}" if others else ""
-            self.store.set("all ends", line)
-        self.store.wait(["all ends"], timedelta(seconds=self.timeout))
-        line = self.store.get("all ends").decode()
-        self._stay(PATIENCE)
-        return line
+            self.store.set(f"all {what}s", line)
+        self.store.wait([f"all {what}s"], timedelta(seconds=self.timeout))
+        return self.store.get(f"all {what}s").decode()
 
-    def _stay(self, seconds):
+    def stay(self, seconds=PATIENCE):
         """Let the rank that serves the store stay until the others need it no more."""
         self.store.add("left", 1)
         end = time.monotonic() + seconds
@@ -117,7 +115,7 @@ class Watch:
                 if not self.has_parent and kind != "signal":
                     line = self.verdict()
                     leave_for_torchrun(why if kind == "own" else line, status, later=int(kind == "lost"))
-                self._stay(PATIENCE if kind == "lost" else 1)
+                self.stay(PATIENCE if kind == "lost" else 1)
                 return status
         except dist.DistError:
             # Rank 0 told its own fault, if it could. Of the others one on each machine tells that it is gone.

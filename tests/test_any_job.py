@@ -153,6 +153,22 @@ def test_model_in_place_of_a_name_is_refused(kit):
     assert refused(kit, PARALLEL) == "run.evaluate: the name is a ToyModel: write run.evaluate(data, 'ema', ema)"
 
 
+@pytest.mark.parametrize("command", [PARALLEL, pytest.param(SPAWN, marks=slow)], ids=["dp", "spawn"])
+def test_early_stopping(kit, command):
+    """A break out of the epochs: what its evaluation brought is saved; the same command stops there again."""
+    kit.edit(command[1], RUN, f"    best = {{'accuracy': 0}}\n{RUN}")
+    kit.edit(command[1], NAMED, NAMED.replace(")", ", best=best)"))
+    code = "        best.update(run.evaluate(test_set))\n        if run.epoch == 1: break\n"
+    kit.edit(command[1], EVALUATE, code)
+    first = run(kit, command, *SNAPSHOT)
+    assert "done: 2 epochs, 28 steps, " in first.out
+    *_, evaluated, end = first.metrics
+    assert (evaluated["event"], end["event"], end["step"]) == ("eval", "end", 28)
+    assert states(kit, "run.pt")["best"]["accuracy"] == evaluated["accuracy"] == end["accuracy"]
+    second = run(kit, command, *SNAPSHOT)
+    assert second.metrics[-1]["weights_sha256"] == end["weights_sha256"] and second.metrics[-1]["step"] == 28
+
+
 def test_what_follows_the_last_evaluation_is_saved(kit):
     """The best value of the last epoch, and once: a schedule that is stepped there goes on exactly."""
     kit.edit("dp_train.py", RUN, f"    best = {{'accuracy': 0}}\n{RUN}")

@@ -166,6 +166,7 @@ def test_leaving_the_training_together(kit):
     kit.edit("ddp_spawn.py", AFTER, "        if run.evaluate(test_set)['accuracy'] > 0.2: break\n")
     result = kit.run(*SPAWN, timeout=120)
     assert result.status == 0 and "epoch 1/20: " in result.out and "epoch 2/20" not in result.out
+    assert "done: 1 epochs, 14 steps, " in result.out
 
 
 @pytest.mark.parametrize("command", [SPAWN, forked("dp_train.py")], ids=["spawn", "dp"])
