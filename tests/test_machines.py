@@ -438,7 +438,7 @@ def test_check_finds_an_mtu_hole(kit, machines):
 @pytest.mark.parametrize(
     "place, code, seconds",
     [
-        ("    store, _, ", "os.kill(os.getpid(), 19)", 12),
+        ("    device = group.join", "os.kill(os.getpid(), 19)", 12),
         ("            test(size, device)", "os._exit(0)", 17),
     ],
     ids=["does not join", "gone"],
