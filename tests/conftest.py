@@ -96,6 +96,11 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
         shutil.rmtree(home)
 
 
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: more workers than cores, since many tests wait for a while."""
+    return os.cpu_count() + max(1, os.cpu_count() // 2)
+
+
 def pytest_collection_modifyitems(items):
     import torch  # not above: what hands the tests to the workers does not need it
 

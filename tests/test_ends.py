@@ -61,8 +61,8 @@ def test_signal_to_the_parent(kit, number, status, shell):
     [
         ("dp_train.py", "torch"),
         ("ddp_spawn.py", "common.run"),
-        ("ddp_torchrun.py", "torch"),
-        ("model_parallel_ddp.py", "common.run"),
+        pytest.param("ddp_torchrun.py", "torch", marks=pytest.mark.slow),
+        pytest.param("model_parallel_ddp.py", "common.run", marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_a_module_is_imported(kit, script, module):

@@ -38,19 +38,17 @@ FAULTS = {  # what rank 1 runs: what is said under spawn, and under torchrun, of
 @pytest.mark.parametrize(
     "command, code",
     [
-        pytest.param(
-            command, code, marks=pytest.mark.slow if (command == TORCHRUN and code != KILL) or "STOP" in code else ()
-        )
+        pytest.param(command, code, marks=pytest.mark.slow if command == TORCHRUN or "STOP" in code else ())
         for code in FAULTS
-        for command in (SPAWN, PAIRS, TORCHRUN)
-        if command != PAIRS or "raise" in code
+        for command in (SPAWN, PAIRS, RANKS, TORCHRUN)
+        if (command != PAIRS or "raise" in code) and (command != RANKS or code == KILL)
     ],
 )
 def test_rank_that_fails_or_is_stuck(kit, command, code):
     kit.fault(code)
     seconds = "10" if command == TORCHRUN else "4"
     result = kit.run(*command, "--timeout", seconds, timeout=120)
-    line = FAULTS[code][command == TORCHRUN].replace("10 s", f"{seconds} s")
+    line = FAULTS[code][command in (RANKS, TORCHRUN)].replace("10 s", f"{seconds} s")
     assert [error[: len(line) + 7] for error in result.errors] == [f"error: {line}"], result
     assert "closed by peer" not in result.err
     traces = result.err.partition("closing signal SIGTERM")[0].count("Traceback")  # torchrun has one of itself
@@ -61,7 +59,7 @@ def test_rank_that_fails_or_is_stuck(kit, command, code):
     else:
         assert traces == ("raise" in code)
         assert result.err.splitlines()[-1].startswith("error: ")
-        assert result.status == {KILL: 137, "os._exit(3)": 3}.get(code, 1)
+        assert result.status == (1 if command == RANKS else {KILL: 137, "os._exit(3)": 3}.get(code, 1))  # rank 0's
     if "raise" in code:
         assert traces == 1 and "ValueError: no luck" in result.err
     assert "while" not in code or 'job.py", line' in result.err, "its stack"

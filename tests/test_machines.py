@@ -94,7 +94,7 @@ def test_agreement(kit, machines, starter):
             marks=pytest.mark.slow,
         ),
         ("1 10.0.0.1", "0 10.0.0.1", "--node-rank 1 on h0, but --master-addr 10.0.0.1 is its address"),
-        ("0 nowhere", "1 nowhere", "--master-addr nowhere: "),
+        pytest.param("0 nowhere", "1 nowhere", "--master-addr nowhere: ", marks=pytest.mark.slow),
         pytest.param("0 10.0.0.1", "2 10.0.0.1", "--node-rank 2 must be from 0 to 1:", marks=pytest.mark.slow),
     ],
 )

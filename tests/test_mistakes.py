@@ -58,7 +58,13 @@ def test_mistake_as_a_user_makes_it(kit):
     check(kit, ["python", "ddp_spawn.py", "--epochs", "0"], IN_EVERY_SCRIPT["--epochs 0"])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(one, marks=() if one in ("ddp_spawn.py", "ddp_torchrun.py") else pytest.mark.slow)
+        for one in SCRIPTS
+    ],
+)
 def test_mistake_that_each_script_tells(kit, script):
     before = files(kit.path)
     for options, words in IN_EVERY_SCRIPT.items():
@@ -104,7 +110,8 @@ def test_mistake(kit, command):
     check(kit, forked(*command.split()), IN_ONE[command])
 
 
-@pytest.mark.parametrize("options", ["--batch-size 1440", pytest.param("--epochs 0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--batch-size 1440", "--epochs 0"])
 def test_mistake_under_torchrun_is_told_once(kit, options):
     result = kit.run(*torchrun(2, "ddp_torchrun.py", *options.split()))
     assert result.status != 0
