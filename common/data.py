@@ -159,7 +159,7 @@ def iterate(loader):
 
 def move(value, device):
     """Tensors, and what else has a `to`, in any nesting of dicts, tuples and lists, on a device."""
-    non_blocking = device.type != "cpu"  # to there it would be read before it has come
+    non_blocking = torch.device(device).type != "cpu"  # to there it would be read before it has come
     if isinstance(value, torch.Tensor):  # the way through the nesting takes long
         return value.to(device, non_blocking=non_blocking)
     return tree_map(lambda item: item.to(device, non_blocking=non_blocking) if hasattr(item, "to") else item, value)
