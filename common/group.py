@@ -94,10 +94,10 @@ def leave():
 
     Raises `RunError` where ranks ended their training at different steps.
     """
-    if process.watch and (line := process.watch.end_together()):
-        raise RunError(line)
-    if process.watch:
-        process.watch.stay()
+    if watch := process.watch:
+        if line := watch.end_together():
+            raise RunError(line)
+        watch.stay()
     process.watch = None
     process.backends = [dist.group.WORLD._get_backend(device) for device in dist.group.WORLD._device_types]
     dist.destroy_process_group()
