@@ -14,7 +14,8 @@ from benchmarks.workers import run_ranks
 from common import job, ranks
 from common.data import ResumableSampler, train_loader
 from common.options import Options
-from common.run import EachSecond, Run
+from common.ranks import EachSecond
+from common.run import Run
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,6 @@
 """What the scripts share."""
 
+import gc
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ if script.is_file() and "\n@entry\n" in script.read_text("utf-8", "replace"):
     # sets Python's handler again, it ends the process without a word.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # until `entry`: what is imported stays, and torch comes a tenth sooner
     import torch
 
 # Said here, before a module imports of it what may be missing. ddp_multinode.sh does without torch at first.

@@ -6,6 +6,7 @@ At the end: how ranks and machines are named in a line.
 import ipaddress
 import socket
 import sys
+import time
 
 from common.errors import RunError, UserError, process
 
@@ -36,12 +37,29 @@ def total(tensor):
     return tensor
 
 
-def most(row, device):
-    """The greatest of each of n numbers over the ranks, in a list. Its cost hardly grows with the world size."""
-    row = torch.tensor(row, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(row, dist.ReduceOp.MAX)
-    return row.tolist()
+class EachSecond:
+    """An exchange among the ranks after the same steps on all of them, about one a second."""
+
+    def __init__(self, device):
+        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
+
+    def most(self, numbers):
+        """To be called after each step. `numbers` returns this rank's.
+
+        Returns the greatest of each over the ranks after the steps at which they exchange them, else [].
+        """
+        self.left -= 1
+        if self.left:
+            return []
+        now = time.monotonic()
+        row = torch.tensor([now - self.start, *numbers()], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(row, dist.ReduceOp.MAX)
+        seconds, *greatest = row.tolist()
+        # The same on all ranks. It doubles at most, so that one fast step does not put the next exchange far off.
+        self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
+        self.start = now
+        return greatest
 
 
 def gather_objects(value, everywhere=True):
@@ -82,9 +100,7 @@ def differences(values, labels):
     """Which of `values` stand at which of `labels`, such as "5 at node 0 (a), 6 at node 1 (b)"; "" where all agree."""
     places = {}
     for value, name in zip(values, labels, strict=True):
-        names = places.setdefault(value, [])
-        if name not in names:
-            names.append(name)
+        places.setdefault(value, {})[name] = ""  # in their order, each once
     if len(places) == 1:
         return ""
     return ", ".join(f"{value} at {few(names)}" for value, names in places.items())

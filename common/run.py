@@ -21,28 +21,6 @@ from torch.utils._pytree import tree_leaves
 POSITION = {"epoch": 0, "step": 0, "step_count": 0, "loss_sum": 0.0, "lr": math.nan, "ended": False, "finished": False}
 
 
-class EachSecond:
-    """An exchange among the ranks after the same steps on all of them, about one a second."""
-
-    def __init__(self, device):
-        self.device, self.interval, self.left, self.start = device, 1, 1, time.monotonic()
-
-    def most(self, numbers):
-        """To be called after each step. `numbers` returns this rank's.
-
-        Returns the greatest of each over the ranks after the steps at which they exchange them, else [].
-        """
-        self.left -= 1
-        if self.left:
-            return []
-        now = time.monotonic()
-        seconds, *most = ranks.most([now - self.start, *numbers()], self.device)
-        # The same on all ranks. It doubles at most, so that one fast step does not put the next exchange far off.
-        self.interval = self.left = max(1, min(2 * self.interval, int(self.interval / max(seconds, 1e-9))))
-        self.start = now
-        return most
-
-
 class Run(Loop):
     """One training run: gives the loop its epochs and micro-batches, saves what is named, and reports.
 
@@ -74,7 +52,7 @@ class Run(Loop):
                 hint = "" if self._left() or self._epochs_left() else hint
                 ranks.say(f"goes on from {args.snapshot} after {self._at()}, {self.step_count} in all{hint}")
             self.signal = snapshot.listen()
-        self.in_training, self.in_evaluation = EachSecond(self.device), EachSecond(self.device)
+        self.in_training, self.in_evaluation = ranks.EachSecond(self.device), ranks.EachSecond(self.device)
         self.output = Log(args)
         ranks.from_rank(0, self.output.open)  # last, since it writes
 
