@@ -136,6 +136,15 @@ def test_threads_of_gloo_end_before_the_interpreter(kit, command):
     assert result.status == 0 and "at the end [" in result.out and "gloo_" not in result.out, result
 
 
+@pytest.mark.parametrize("command", [forked("dp_train.py"), pytest.param(SPAWN, marks=pytest.mark.slow)])
+def test_the_collector_is_off_for_the_imports_alone(kit, command):
+    kit.edit(
+        "common/job.py", "def load_data():\n", "def load_data():\n    print('on:', __import__('gc').isenabled())\n"
+    )
+    result = kit.run(*command, "--steps", "1")
+    assert result.status == 0 and "on: True\n" in result.out and "on: False" not in result.out, result
+
+
 @pytest.mark.versions
 def test_collective_that_nobody_waited_for(kit):
     """At the end its thread lets go of the tensor, for which it needs Python's lock while it is waited for."""
