@@ -1,18 +1,13 @@
 """The command line: the same names in every script."""
 
 import argparse
-import os
-import shutil
-import sys
 import time
-import warnings
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import common
-from common.errors import UserError, describe
-
-import torch
+from common.errors import UserError
+from common.start import resolve
 
 STARTS = [common.began]  # of the first run in this process; a notebook may have more
 
@@ -64,33 +59,11 @@ class Options(argparse.ArgumentParser):
         written = [Path(path).absolute() for path in (options.metrics, options.tensorboard, *saved) if path]
         if len(set(written)) < len(written):
             raise UserError("--metrics, --tensorboard and --snapshot, with its .prev and .tmp: give each its own path")
-        options.device = device_type(options.device)
-        options.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # torch warns, and goes on in fp32
-                torch.autocast(options.device, options.dtype, enabled=options.dtype is not None)
-        except (RuntimeError, Warning) as error:
-            raise UserError(f"--precision {options.precision} on {options.device}: {describe(error)}") from None
-        compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
-        if options.compile and options.device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
-            raise UserError(f"--compile needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
+        resolve(options)
         return options
 
     def error(self, message):
         raise UserError(f"{message}; see `python {self.prog} --help`")
-
-
-def device_type(name):
-    """The device type that `--device` means here, such as "cpu" or "cuda". Raises `UserError` where it is not here."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        # Apple's mps has neither float64 nor collectives of its own, so it is taken only when asked for.
-        return found.type if found and found.type != "mps" else "cpu"
-    if name != "cpu" and (found is None or found.type != name):
-        have = f"cpu and {found.type}" if found else "cpu"
-        raise UserError(f"--device {name}: this torch finds {have} here; name a kind, without an index")
-    return name
 
 
 def number(kind, low, high=2**32):

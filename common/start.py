@@ -1,17 +1,43 @@
-"""What each process sets at its start."""
+"""The start of a process: what the options mean on this machine, and what it sets."""
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
-from common.errors import UserError, launcher, stop_signals
+from common.errors import UserError, describe, launcher, stop_signals
 
 import torch
 import torch.multiprocessing as mp
+
+
+def resolve(args):
+    """Make `args.device` the device type that it means here, such as "cuda"; set `args.dtype`, autocast's or None.
+
+    Raises `UserError` where this machine lacks the device, the precision on it, or what `--compile` needs.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if args.device == "auto":
+        # Apple's mps has neither float64 nor collectives of its own, so it is taken only when asked for.
+        args.device = found.type if found and found.type != "mps" else "cpu"
+    if args.device != "cpu" and (found is None or found.type != args.device):
+        have = f"cpu and {found.type}" if found else "cpu"
+        raise UserError(f"--device {args.device}: this torch finds {have} here; name a kind, without an index")
+    args.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.precision)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns, and goes on in fp32
+            torch.autocast(args.device, args.dtype, enabled=args.dtype is not None)
+    except (RuntimeError, Warning) as error:
+        raise UserError(f"--precision {args.precision} on {args.device}: {describe(error)}") from None
+    compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
+    if args.compile and args.device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
+        raise UserError(f"--compile needs a C++ compiler, and there is no {compiler}: install it, or set CXX")
 
 
 def prepare(args, device, ranks=None):
