@@ -143,8 +143,7 @@ def torchrun(args):
             fail(f"--{name.replace('_', '-')} is missing, see --help")
     if not args.elastic and not 0 <= args.node_rank < args.nnodes:
         fail(f"--node-rank {args.node_rank} must be from 0 to {args.nnodes - 1}: machines are counted from 0")
-    from common import meeting, network, place, start
-    from common import store as stores
+    from common import meeting, network, place, start, store
     from common.errors import RunError
 
     import torch
@@ -162,20 +161,19 @@ def torchrun(args):
         is_master = network.is_master_here(args)
         rank = int(not is_master) if args.elastic else args.node_rank
         here = place.Ranks(rank, args.nnodes or 2, node=rank, launcher=meeting.MACHINES)
-        store = stores.connect(args.master_addr, args.master_port, here, args.timeout, is_master)
+        machines = store.connect(args.master_addr, args.master_port, here, args.timeout, is_master)
         if not args.elastic:
-            meeting.exchange(store, "machines", here, {}, args.timeout)
+            meeting.exchange(machines, "machines", here, {}, args.timeout)
     except RunError as error:
         fail(str(error), error.exit_status)
     command = ["torchrun", f"--nproc-per-node={args.nproc_per_node}"]
-    address = f"{args.master_addr}:{args.master_port}"
     if args.elastic:
         # After a restart the processes meet at a new port: in torchrun's own store they would find the attempt before.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command += [f"--nnodes={args.elastic}", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=ddp"]
         conf = f"is_host={int(is_master)},join_timeout={args.timeout},last_call_timeout=15"
-        local = network.address_towards(args.master_addr)
-        command += [f"--rdzv-endpoint={address}", f"--rdzv-conf={conf}", f"--local-addr={local}"]
+        endpoint, local = f"{args.master_addr}:{args.master_port}", network.address_towards(args.master_addr)
+        command += [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}", f"--local-addr={local}"]
     else:
         command += [f"--nnodes={args.nnodes}", f"--node-rank={rank}", f"--master-addr={args.master_addr}"]
         command += [f"--master-port={args.master_port}", f"--rdzv-conf=timeout={args.timeout}"]
@@ -183,7 +181,7 @@ def torchrun(args):
         command += ["-m", "common.check", f"--timeout={args.timeout}", *args.command[1:]]
     else:
         command += args.command
-    return command, store
+    return command, machines
 
 
 def main():
@@ -199,12 +197,11 @@ def main():
         fail("--elastic is not for SLURM, whose jobs keep their machines: leave it out; a lost node needs a new job")
     if scheduled:
         slurm(args, arguments)
-    command, store = torchrun(args)
-    shown = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command
-    print("+", shlex.join(shown), flush=True)
+    command, machines = torchrun(args)
+    print("+", shlex.join(["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] * bool(args.elastic) + command), flush=True)
     from common import agent, errors
 
-    errors.leave(agent.start(command, None if args.elastic else store, scheduled))
+    errors.leave(agent.start(command, None if args.elastic else machines, scheduled))
 
 
 if __name__ == "__main__":

@@ -92,14 +92,8 @@ class Snapshots:
         own = ranks.gather_objects(own, everywhere=False)
         state = states.copied(state, keep=ranks.rank() == 0)
         if ranks.rank() == 0:
-            state["run"] = {
-                "position": position,
-                "settings": self.settings,
-                "own": own,
-                "world_size": ranks.world_size(),
-                "torch": str(torch.__version__),
-                "id": secrets.token_hex(8),
-            }
+            run = {"position": position, "settings": self.settings, "own": own, "id": secrets.token_hex(8)}
+            state["run"] = run | {"world_size": ranks.world_size(), "torch": str(torch.__version__)}
             self.writing = self.thread.submit(self._write, state)
 
     def finish(self):

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_leaves
 
 
@@ -77,7 +77,10 @@ def plain(value):
 
 
 def set_state(one, state):
-    """Load a state of a named object, which may lie in a file that is mapped into memory."""
+    """Load a state of a named object, which may lie in a file that is mapped into memory.
+
+    Raises `UserError` where a schedule's functions, which have no state, give another rate than the one that was saved.
+    """
     if isinstance(one, nn.Module):
         state, mine = copy.copy(state), one.state_dict()  # a copy that keeps the versions of the modules
         state.update({name: sharded_like(mine.get(name), value) for name, value in state.items()})
@@ -88,6 +91,13 @@ def set_state(one, state):
         for index, values in state["state"].items():
             values.update({name: sharded_like(parameters[index], value) for name, value in values.items()})
     access(one)[1](state)
+    if type(one) is LambdaLR:
+        rates = [lr * function(one.last_epoch) for lr, function in zip(one.base_lrs, one.lr_lambdas, strict=True)]
+        if not numpy.allclose(rates, saved := one.get_last_lr()):
+            raise UserError(
+                f"the schedule gives the rate {rates[0]:g} after {one.last_epoch} steps, that of the snapshot gave "
+                f"{saved[0]:g}: change back what it depends on, such as --epochs, or give another path to start anew"
+            )
 
 
 def sharded_like(mine, value):

@@ -189,6 +189,18 @@ def test_what_follows_the_last_evaluation_is_saved(kit):
     assert same(states(kit, "run.pt"), states(kit, "whole.pt"))
 
 
+def test_a_longer_run_of_a_schedule_that_is_a_function_is_refused(kit):
+    """Its function is not saved, and the run would go on with other rates."""
+    kit.edit("common/job.py", SCHEDULE, SCHEDULE.replace("min(1, (step + 1) / 20)", "min(1, 2 - 2 * step / steps)"))
+    run(kit, PARALLEL, "--epochs", "2", *SNAPSHOT)
+    saved = (kit.path / "run.pt").read_bytes()
+    assert refused(kit, PARALLEL, "--epochs", "3", *SNAPSHOT) == (
+        "the schedule gives the rate 0.133333 after 28 steps, that of the snapshot gave 0: change back what it depends "
+        "on, such as --epochs, or give another path to start anew"
+    )
+    assert (kit.path / "run.pt").read_bytes() == saved
+
+
 @slow
 def test_dataset_with_a_generator_of_its_own(kit):
     """Named, it is repeated after a resume; each rank draws from its own."""

@@ -12,7 +12,7 @@ BELOW += ["place", "ranks", "start", "errors"]
 ORDER = ["check", *TO_READ, *BELOW]
 # Lines at the most, as of the day; the budget is 1,500 in all, 220 a file, 90 a script. Lower them, never raise.
 LINES = {}  # of a file that may be longer
-IN_ALL, SCRIPT, SHELL, NAMES = 3151, 90, 46, 14
+IN_ALL, SCRIPT, SHELL, NAMES = 3149, 90, 46, 14
 
 
 def tree(path):
