@@ -1,18 +1,14 @@
 """The data: which samples a rank sees in which step, at any world size and from any step on."""
 
 import math
-import random
-import signal
-from multiprocessing import util
 
 from common import ranks
-from common.errors import UserError, stop_signals
-from common.start import die_with_parent, signals_held
+from common.errors import UserError
+from common.loading import RandomBySample, inside, make_loader
 
-import numpy
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 
 def check_sets(*sets, names=("train set", "test set")):
@@ -49,7 +45,7 @@ class ResumableSampler(Sampler):
             )
         if self.size < self.batch:
             raise UserError(f"--batch-size {self.batch} is more than the {self.size} samples of the train set")
-        self.by_epoch = isinstance(dataset, RandomBySample)
+        self.by_epoch = args.workers > 0 or isinstance(dataset, RandomBySample)
         self.steps = self.size // self.batch  # per epoch
         self.total_steps = min(args.steps or math.inf, args.epochs * self.steps)  # of the run
         self.set_epoch(0)
@@ -72,49 +68,14 @@ class ResumableSampler(Sampler):
             yield from chunk.tolist()
 
 
-class RandomBySample(Dataset):
-    """A dataset that augments at random, made random by sample, not by rank.
-
-    What `dataset[index]` draws from `random`, `numpy.random` and torch's default generator depends on --seed, the epoch
-    and the index alone: it is the same at every world size, with any --workers, and after a resume. It is to be the
-    outermost wrapper. The sampler hands it the index plus the epoch times the length.
-    """
-
-    seed = 0  # `train_loader` sets it
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        epoch, index = divmod(index, len(self.dataset))
-        number, more = map(int, numpy.random.SeedSequence((self.seed, epoch, index)).generate_state(2, "uint64"))
-        python, array = random.getstate(), numpy.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the accelerators too
-            random.seed(number)
-            numpy.random.seed(more % 2**32)
-            try:
-                return self.dataset[index]
-            finally:
-                random.setstate(python)
-                numpy.random.set_state(array)
-
-
 def train_loader(dataset, args, device, collate=None):
     """A DataLoader of this rank's micro-batches. Raises `UserError` like `ResumableSampler`."""
-    inside = [dataset]
-    for one in inside:  # what wrappers such as Subset and ConcatDataset hold, and those in them
-        held = [getattr(one, "dataset", None), *getattr(one, "datasets", [])]
-        inside += [dataset for dataset in held if dataset is not None]
-    if any(isinstance(one, RandomBySample) for one in inside[1:]):
+    if any(isinstance(one, RandomBySample) for one in inside(dataset)[1:]):
         raise UserError(f"RandomBySample lies inside a {type(dataset).__name__}: make it the outermost wrapper")
     if isinstance(dataset, RandomBySample):
         dataset.seed = args.seed
     sampler = ResumableSampler(dataset, args)
-    return DataLoader(dataset, sampler.micro_batch, sampler=sampler, **loader_options(args, device, collate))
+    return make_loader(dataset, args, device, collate, batch_size=sampler.micro_batch, sampler=sampler)
 
 
 def test_loader(dataset, args, device, collate=None):
@@ -126,35 +87,7 @@ def test_loader(dataset, args, device, collate=None):
     indices, size = range(len(dataset)), args.batch_size // args.accum
     shares = [indices[start : start + size][ranks.rank() :: ranks.world_size()] for start in indices[::size]]
     shares = [share or range(1) for share in shares]
-    return DataLoader(dataset, batch_sampler=shares, **loader_options(args, device, collate))
-
-
-def loader_options(args, device, collate):
-    return dict(
-        collate_fn=collate,
-        num_workers=args.workers,
-        pin_memory=device.type != "cpu",
-        persistent_workers=args.workers > 0,
-        worker_init_fn=start_worker,
-        timeout=args.timeout if args.workers else 0,
-    )
-
-
-def start_worker(_worker):
-    die_with_parent()
-    # Ctrl-C and schedulers signal all processes, but this one's rank needs its batches until all ranks stop.
-    for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)
-
-
-def iterate(loader):
-    """`iter(loader)`, which draws a seed for the workers, without a trace in the random state."""
-    with torch.random.fork_rng(devices=[]):
-        if not loader.num_workers:
-            return iter(loader)
-        util.get_temp_dir()  # which they share then; else each has its own, and leaves it when it is killed
-        with signals_held():
-            return iter(loader)
+    return make_loader(dataset, args, device, collate, batch_sampler=shares)
 
 
 def move(value, device):

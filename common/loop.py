@@ -7,8 +7,8 @@ import threading
 import time
 
 from common import ranks
-from common.data import iterate
 from common.errors import RunError, UserError, process
+from common.loading import iterate
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from common import job, ranks, snapshot, states
-from common.data import ResumableSampler, check_sets, iterate, move, test_loader
+from common.data import ResumableSampler, check_sets, move, test_loader
 from common.errors import RunError, UserError, process
+from common.loading import iterate
 from common.log import Log, weights_sha256
 from common.loop import Loop
 
@@ -116,13 +117,13 @@ class Run(Loop):
             raise UserError(f"run.evaluate: the name is a {type(name).__name__}: write run.evaluate(data, 'ema', ema)")
         doing, began, in_epoch = self.doing, time.perf_counter(), not self.doing
         self.doing = f"the evaluation after {self._at() if in_epoch else f'epoch {self.epoch + 1}'}"
-        if name not in self.test_loaders or self.test_loaders[name].dataset is not data:
+        if name not in self.test_loaders or self.test_loaders[name][0] is not data:
             check_sets(data, names=[f"{name} set"])
-            self.test_loaders[name] = test_loader(data, self.args, self.device, self.loader.collate_fn)
+            self.test_loaders[name] = data, test_loader(data, self.args, self.device, self.loader.collate_fn)
         ranks.share_buffers(model)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        loader, sums, mine = self.test_loaders[name], Counter(), defaultdict(list)
+        loader, sums, mine = self.test_loaders[name][1], Counter(), defaultdict(list)
         device = next(model.parameters()).device
         for share, (inputs, labels) in zip(loader.batch_sampler, iterate(loader), strict=True):
             with torch.autocast(self.args.device, self.args.dtype, enabled=self.args.dtype is not None):

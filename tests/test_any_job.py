@@ -579,6 +579,31 @@ def test_random_by_sample(kit):
     assert drawn.count(drawn[0]) == 4
 
 
+@pytest.mark.parametrize(
+    "command", [PARALLEL, pytest.param(SPAWN, marks=slow), pytest.param(forked_ranks(3, "ddp_torchrun.py"), marks=slow)]
+)
+def test_random_data_in_loader_workers(kit, command):
+    """Without `RandomBySample` too a resume in the middle of an epoch draws the same numbers."""
+    kit.edit("common/job.py", SETS, SETS.replace("return TensorDataset", "return Crop", 1))
+    append(kit, RANDOM.replace('        open("drawn", "a").write(f"{index} {drawn}\\n")\n', ""))
+    run(kit, command, "--workers", "2", "--steps", "20", *SNAPSHOT)
+    options = [("--workers", "2", *SNAPSHOT), ("--workers", "2"), ("--workers", "1")]
+    assert len({run(kit, command, "--epochs", "3", *some).metrics[-1]["weights_sha256"] for some in options}) == 1
+
+
+def test_loader_workers_see_what_the_script_changes(kit):
+    """Such as the epoch, which a dataset may go by: workers that live on would have a copy of the first one."""
+    kit.edit("common/job.py", SETS, SETS.replace("return TensorDataset", "return Harder", 1))
+    append(
+        kit,
+        "\n\nclass Harder(TensorDataset):\n    epoch = 0\n\n    def __getitem__(self, index):\n"
+        "        pixels, label = super().__getitem__(index)\n        return pixels / (1 + self.epoch), label\n",
+    )
+    kit.edit("dp_train.py", "    for _ in run.epochs():\n", "    for train_set.epoch in run.epochs():\n")
+    digests = [run(kit, PARALLEL, "--epochs", "3", *more).metrics[-1] for more in ((), ("--workers", "2"))]
+    assert digests[0]["weights_sha256"] == digests[1]["weights_sha256"]
+
+
 def test_random_by_sample_leaves_the_accelerators_alone(monkeypatch):
     """What the model draws there, for dropout, must not follow the last sample that was loaded."""
     from common.data import RandomBySample

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def sampler_of(monkeypatch, size, rank, world_size, batch_size, seed=0, accum=1, epochs=20, steps=None):
     monkeypatch.setattr(ranks, "rank", lambda: rank)
     monkeypatch.setattr(ranks, "world_size", lambda: world_size)
-    args = argparse.Namespace(batch_size=batch_size, seed=seed, accum=accum, epochs=epochs, steps=steps)
+    args = argparse.Namespace(batch_size=batch_size, seed=seed, accum=accum, epochs=epochs, steps=steps, workers=0)
     return ResumableSampler(range(size), args)
 
 
