@@ -37,9 +37,12 @@ def main():
 def show(here, device):
     """Print a table of the ranks."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    backend = dist.get_backend()
+    if backend == "nccl":
+        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
     row = (here.rank, ranks.this_machine(), here.local_rank, process.address, os.environ.get("GLOO_SOCKET_IFNAME", "?"))
     rows = [("rank", "machine", "local rank", "address", "interface", "device", "torch", "backend")]
-    rows += ranks.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, dist.get_backend()))
+    rows += ranks.gather_objects((*row, f"{device} {name}".strip(), torch.__version__, backend))
     widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         ranks.say("  ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -59,7 +59,8 @@ class RandomByBatch(Dataset):
     def __getitems__(self, indices):
         states.seed(self.seed, indices[0])
         if not isinstance(self.dataset, RandomBySample):
-            indices = [index % len(self) for index in indices]
+            size = len(self)
+            indices = [index % size for index in indices]
         several = getattr(self.dataset, "__getitems__", None)
         return several(indices) if several else [self.dataset[index] for index in indices]
 

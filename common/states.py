@@ -91,12 +91,12 @@ def set_state(one, state):
         for index, values in state["state"].items():
             values.update({name: sharded_like(parameters[index], value) for name, value in values.items()})
     access(one)[1](state)
-    if type(one) is LambdaLR:
-        rates = [lr * function(one.last_epoch) for lr, function in zip(one.base_lrs, one.lr_lambdas, strict=True)]
-        if not numpy.allclose(rates, saved := one.get_last_lr()):
+    groups = zip(one.base_lrs, one.lr_lambdas, one.get_last_lr(), strict=True) if type(one) is LambdaLR else []
+    for lr, function, saved in groups:
+        if not numpy.isclose(rate := lr * function(one.last_epoch), saved):
             raise UserError(
-                f"the schedule gives the rate {rates[0]:g} after {one.last_epoch} steps, that of the snapshot gave "
-                f"{saved[0]:g}: change back what it depends on, such as --epochs, or give another path to start anew"
+                f"the schedule gives the rate {rate:g} after {one.last_epoch} steps, that of the snapshot gave "
+                f"{saved:g}: change back what it depends on, such as --epochs, or give another path to start anew"
             )
 
 
