@@ -62,10 +62,10 @@ class ResumableSampler(Sampler):
         # The order is the same with 32 bits, in half of the memory, of which this rank keeps its share alone.
         dtype = torch.int32 if self.size < 2**31 else torch.int64
         order = torch.randperm(self.size, generator=generator, dtype=dtype)
-        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size]
-        order = order.long() + (self.epoch * self.size if self.by_epoch else 0)
+        order = order[self.step * self.batch + self.rank : self.steps * self.batch : self.world_size].clone()
+        first = self.epoch * self.size if self.by_epoch else 0
         for chunk in order.split(2**14):  # so many are Python numbers at a time
-            yield from chunk.tolist()
+            yield from (chunk.long() + first).tolist()
 
 
 def train_loader(dataset, args, device, collate=None):
