@@ -322,7 +322,9 @@ def test_loader_worker_that_fails(kit, command, code, words):
 def test_start_methods_of_loader_workers(kit, method):
     """As on macOS and Windows, and as Python 3.14 has it; the workers end with a launcher that is killed."""
     kit.edit(
-        "common/data.py", "num_workers=args.workers,", f"num_workers=args.workers, multiprocessing_context='{method}',"
+        "common/loading.py",
+        "num_workers=args.workers,",
+        f"num_workers=args.workers, multiprocessing_context='{method}',",
     )
     assert kit.run("python", "ddp_spawn.py", "--epochs", "1", "--workers", "1", "--metrics", "m").status == 0
     assert kit.run("python", "dp_train.py", "--epochs", "1", "--metrics", "m", "--workers", "1").status == 0
